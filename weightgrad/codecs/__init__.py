@@ -1,0 +1,60 @@
+"""Tensor to compact payload and back: every published quantizer behind one interface.
+
+    codec = codecs.parse("ef(topk(0.01) > qsgd(bits=4))")
+    state = codec.init(x)
+    payload, state = codec.encode(x, state, key)
+    y = codecs.decode(payload)
+"""
+
+from weightgrad.codecs.adaptive import Adaptive
+from weightgrad.codecs.clip import Clip
+from weightgrad.codecs.codebook import Codebook
+from weightgrad.codecs.codec import Codec, Stage, State
+from weightgrad.codecs.dgc import Dgc
+from weightgrad.codecs.elias import Elias
+from weightgrad.codecs.feedback import ErrorFeedback
+from weightgrad.codecs.floats import Bf16, Fp16, Fp32
+from weightgrad.codecs.lossaware import LossAware
+from weightgrad.codecs.onebit import OneBit
+from weightgrad.codecs.payload import Payload
+from weightgrad.codecs.powersgd import PowerSgd
+from weightgrad.codecs.qsgd import Qsgd
+from weightgrad.codecs.registry import Format, decode, decode_add, formats
+from weightgrad.codecs.sign import Sign, majority_vote
+from weightgrad.codecs.sparse import Threshold, TopK, pack_entries
+from weightgrad.codecs.spec import available, parse, signature, summary
+from weightgrad.codecs.terngrad import TernGrad
+
+__all__ = [
+    "Adaptive",
+    "Bf16",
+    "Clip",
+    "Codebook",
+    "Codec",
+    "Dgc",
+    "Elias",
+    "ErrorFeedback",
+    "Format",
+    "Fp16",
+    "Fp32",
+    "LossAware",
+    "OneBit",
+    "Payload",
+    "PowerSgd",
+    "Qsgd",
+    "Sign",
+    "Stage",
+    "State",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "available",
+    "decode",
+    "decode_add",
+    "formats",
+    "majority_vote",
+    "pack_entries",
+    "parse",
+    "signature",
+    "summary",
+]

@@ -1,0 +1,50 @@
+"""Clipping in standard deviations, before another codec.
+
+A few outliers set the scale of a max-norm quantizer; cutting them at sigma standard deviations
+makes its levels finer for the rest. Biased: what is cut off is lost, unless ef(...) is around.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, not_finite
+from weightgrad.codecs.floats import Fp32
+from weightgrad.codecs.payload import Payload
+from weightgrad.codecs.spec import codec
+from weightgrad.kernels.moments import moments
+
+
+@codec("clip")
+@dataclass(frozen=True)
+class Clip(Stage):
+    """Cut at this many standard deviations, then encode with the next codec."""
+
+    sigma: float
+    then: Codec = dataclasses.field(default_factory=Fp32)
+
+    def __post_init__(self) -> None:
+        between("clip", "sigma", self.sigma, 1e-3, 1e6)
+
+    @property
+    def carries_error(self) -> bool:
+        """If the codec behind it does."""
+        return self.then.carries_error
+
+    def init(self, like: Tensor) -> State:
+        """The state of the codec behind it."""
+        return self.then.init(like)
+
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
+        """See Codec.encode."""
+        flat = flat32(x)
+        found = moments(flat)
+        if not found.finite:
+            raise not_finite(flat)
+        limit = self.sigma * found.sigma or found.largest
+        cut = flat.clamp(-limit, limit) if limit < found.largest else flat
+        payload, state = self.then.encode(cut.view(x.shape), state, key, out=out)
+        return dataclasses.replace(payload, dtype=x.dtype), state

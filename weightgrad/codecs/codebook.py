@@ -1,0 +1,84 @@
+"""Shared values: 2**bits values a tensor, found by k-means, and an index for each element.
+
+Gong et al., 2014; Han et al., 2016. For small downloads of a model. One-dimensional k-means on
+a sample of at most 65,536 elements, taken at equal distances: Lloyd's steps on the sorted
+sample, from quantiles spread towards the tails, until nothing moves.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs.codec import Codec, State, between, body_room, flat32, require_finite
+from weightgrad.codecs.payload import Payload
+from weightgrad.codecs.registry import floats, register, sections, unpack_params
+from weightgrad.codecs.spec import codec
+from weightgrad.errors import ParamsError
+from weightgrad.kernels import lookup as kernel
+
+PARAMS = "<Q"  # bits
+_SAMPLE = 1 << 16
+_ROUNDS = 100
+
+
+def centres_of(flat: Tensor, count: int) -> Tensor:
+    """The k-means centres of a flat tensor, ascending; equal ones where there are too few values."""
+    stride = max(1, flat.numel() // _SAMPLE)
+    sample = torch.sort(flat[::stride].to("cpu", torch.float64)).values
+    total = torch.cat((sample.new_zeros(1), torch.cumsum(sample, 0)))
+    last = sample.numel() - 1
+    even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    quantiles = sample[(even * last).round().long()]
+    linear = sample[0] + (sample[-1] - sample[0]) * even
+    centres = (quantiles + linear) / 2
+    for _ in range(_ROUNDS):
+        borders = torch.searchsorted(sample, (centres[1:] + centres[:-1]) / 2, right=True)
+        edges = torch.cat((borders.new_zeros(1), borders, borders.new_full((1,), sample.numel())))
+        members = edges[1:] - edges[:-1]
+        means = (total[edges[1:]] - total[edges[:-1]]) / members.clamp(min=1)
+        moved = torch.where(members > 0, means, centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return torch.sort(centres.to(torch.float32)).values.to(flat.device)
+
+
+@codec("codebook")
+@dataclass(frozen=True)
+class Codebook(Codec):
+    """A few shared values by k-means and an index an element: for weights."""
+
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        between("codebook", "bits", self.bits, 1, 8, whole=True)
+
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
+        """See Codec.encode."""
+        flat = flat32(x)
+        require_finite(flat)
+        n, count = flat.numel(), 2**self.bits
+        body = body_room(out, 4 * count + -(-n * self.bits // 8), flat.device)
+        table = floats(body[: 4 * count])
+        table.zero_()
+        if n:
+            centres = centres_of(flat, count)
+            table.copy_(centres)
+            borders = ((centres[1:].double() + centres[:-1].double()) / 2).float()
+            kernel.assign(flat, borders, self.bits, body[4 * count :])
+        return Payload("codebook", x.dtype, tuple(x.shape), struct.pack(PARAMS, self.bits), body), state
+
+
+@register("codebook", 12, PARAMS, ("bits",))
+def decode_codebook(payload: Payload, out: Tensor, mode: int) -> None:
+    """The values (2**bits floats), then the indices, `bits` bits each."""
+    (bits,) = unpack_params(payload, PARAMS)
+    if not 1 <= bits <= 8:
+        raise ParamsError(f"codebook: bits={bits}; expected 1 to 8")
+    n = payload.numel
+    table, codes = sections(payload, 4 * 2**bits, -(-n * bits // 8))
+    kernel.lookup(codes, n, bits, floats(table), out, mode)

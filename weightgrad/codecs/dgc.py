@@ -1,0 +1,86 @@
+"""Deep gradient compression: top-k with the momentum of what waits.
+
+Lin et al., 2018. Two accumulators: u = momentum*u + g (velocity) and v = v + u. The largest
+entries of v are sent, and both are cleared there (momentum factor masking). `clip` bounds the
+L2 norm of the gradient first (the paper: N**-0.5 of the global threshold). During the first
+`warmup` calls the kept fraction falls in four equal stages from 0.25 towards `fraction`, as the
+paper's 0.25, 0.063, 0.015, 0.004, 0.001. Its error feedback is inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, not_finite, state_tensor
+from weightgrad.codecs.floats import Fp32
+from weightgrad.codecs.payload import Payload
+from weightgrad.codecs.sparse import Carried, check_values_codec, entries_for, largest, leave_error, pack_entries
+from weightgrad.codecs.spec import codec
+from weightgrad.kernels import select
+from weightgrad.kernels.moments import moments
+
+_STAGES = 4
+_FIRST = 0.25
+
+
+@codec("dgc")
+@dataclass(frozen=True)
+class Dgc(Stage):
+    """Top-k with momentum correction, factor masking and warm-up (deep gradient compression)."""
+
+    fraction: float = 0.001
+    momentum: float = 0.9
+    clip: float = 0.0
+    warmup: int = 0
+    then: Codec = dataclasses.field(default_factory=Fp32)
+
+    def __post_init__(self) -> None:
+        between("dgc", "fraction", self.fraction, 1e-9, 1)
+        between("dgc", "momentum", self.momentum, 0, 0.9999)
+        between("dgc", "clip", self.clip, 0, 1e30)
+        between("dgc", "warmup", self.warmup, 0, 2**31, whole=True)
+        check_values_codec("dgc", self.then)
+
+    @property
+    def carries_error(self) -> bool:
+        """Its accumulators are the error."""
+        return True
+
+    def init(self, like: Tensor) -> State:
+        """Velocity u, accumulator v, and how many calls there were."""
+        zeros = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
+        return {"velocity": zeros, "residual": zeros.clone(), "step": torch.zeros((), dtype=torch.int64)}
+
+    def fraction_at(self, step: int) -> float:
+        """The kept fraction at this call."""
+        if step >= self.warmup or self.fraction >= _FIRST:
+            return self.fraction
+        stage = step * _STAGES // self.warmup
+        return float(_FIRST * (self.fraction / _FIRST) ** (stage / _STAGES))
+
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
+        """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
+        flat = flat32(x)
+        n = flat.numel()
+        velocity = state_tensor(state, "velocity", (n,), self)
+        residual = state_tensor(state, "residual", (n,), self)
+        step = int(state_tensor(state, "step", (), self))
+        if self.clip:
+            found = moments(flat)
+            if not found.finite:
+                raise not_finite(flat)
+            norm = math.sqrt(found.squares)
+            if norm > self.clip:
+                flat = flat * (self.clip / norm)
+        carried = Carried(flat, residual, velocity, self.momentum)
+        indices, values = largest(carried, entries_for(self.fraction_at(step), n), key)
+        payload, inner = pack_entries(indices, values, x, self.then, key)
+        leave_error(inner, indices, values, residual)
+        select.scatter(indices, None, velocity)
+        new = {"velocity": velocity, "residual": residual, "step": torch.tensor(step + 1, dtype=torch.int64)}
+        return payload, new

@@ -1,0 +1,103 @@
+"""QSGD with Elias coding: only the levels that are not zero, by distance, sign and size.
+
+QSGD's second idea. With the L2 norm and few levels almost every level is zero (about sqrt(n)
+of n are not), so a list of gaps is far shorter than a code for each element. Levels are those
+of `qsgd` with the same arguments and key, decoded exactly. Gamma codes serve for gaps and for
+levels: the paper's recursive code is no shorter at these sizes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs.codec import Codec, State, between, choose, flat32, not_finite
+from weightgrad.codecs.payload import Payload
+from weightgrad.codecs.qsgd import check_bucket
+from weightgrad.codecs.registry import floats, register, sections, unpack_params
+from weightgrad.codecs.spec import codec
+from weightgrad.errors import BodyContentError, ParamsError
+from weightgrad.kernels import bucket as kernel
+from weightgrad.kernels import elias as stream_kernel
+from weightgrad.kernels import fixed, noise
+
+PARAMS = "<BxxxxxxxQQ"  # bits, bucket, bytes of the stream
+
+
+@codec("elias")
+@dataclass(frozen=True)
+class Elias(Codec):
+    """QSGD's levels, Elias-coded: short when most levels are zero."""
+
+    bits: int = 2
+    bucket: int = 512
+    norm: str = "l2"
+
+    def __post_init__(self) -> None:
+        choose("elias", "bits", self.bits, (2, 3, 4, 8))
+        check_bucket("elias", self.bucket)
+        between("elias", "bucket", self.bucket, 32, stream_kernel.MAX_BUCKET, whole=True)
+        choose("elias", "norm", self.norm, ("max", "l2"))
+
+    @property
+    def unbiased(self) -> bool:
+        """As qsgd with stochastic rounding."""
+        return True
+
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
+        """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
+        flat = flat32(x)
+        n, levels = flat.numel(), 2 ** (self.bits - 1) - 1
+        spec = kernel.BucketSpec(self.bucket, 8, levels, self.norm, True)
+        scales = torch.empty(-(-n // self.bucket), dtype=torch.float32, device=flat.device)
+        step = max(1, fixed.CHUNK // self.bucket) * self.bucket
+        streams, lengths = [], []
+        for start in range(0, n, step):
+            piece = flat[start : start + step]
+            codes = torch.empty(piece.numel(), dtype=torch.uint8, device=flat.device)
+            own = scales[start // self.bucket :]
+            if kernel.quantize(piece, None, spec, noise.mix(key), codes, own, start) < piece.numel():
+                raise not_finite(flat)
+            stream, sizes = stream_kernel.elias(codes, self.bucket, levels)
+            streams.append(stream)
+            lengths.append(sizes.to(torch.int16).view(torch.uint8))
+        parts = [scales.view(torch.uint8), *lengths, *streams]
+        body = torch.cat(parts) if n else scales.view(torch.uint8)
+        total = sum(stream.numel() for stream in streams)
+        params = struct.pack(PARAMS, self.bits, self.bucket, total)
+        return Payload("elias", x.dtype, tuple(x.shape), params, body), state
+
+
+@register("elias", 5, PARAMS, ("bits", "bucket", "stream_bytes"))
+def decode_elias(payload: Payload, out: Tensor, mode: int) -> None:
+    """Scales, stream length of each bucket (u16), streams."""
+    bits, bucket, total = unpack_params(payload, PARAMS)
+    good = bits in (2, 3, 4, 8) and 32 <= bucket <= stream_kernel.MAX_BUCKET and bucket % 32 == 0
+    if not good:
+        raise ParamsError(f"elias: bits={bits}, bucket={bucket} is not something the encoder writes")
+    n, levels = payload.numel, 2 ** (bits - 1) - 1
+    buckets = -(-n // bucket)
+    scale_bytes, length_bytes, stream = sections(payload, 4 * buckets, 2 * buckets, total)
+    scales = floats(scale_bytes)
+    pairs = length_bytes.view(-1, 2).to(torch.int32)
+    lengths = pairs[:, 0] | pairs[:, 1] << 8
+    if int(lengths.sum()) != total:
+        raise BodyContentError(f"elias: bucket lengths add up to {int(lengths.sum())} bytes, not {total}")
+    if n == 0:
+        return
+    per = max(1, fixed.CHUNK // bucket)
+    at = 0
+    for first in range(0, buckets, per):
+        some = lengths[first : first + per]
+        size = int(some.sum())
+        start = first * bucket
+        m = min(n - start, some.numel() * bucket)
+        codes = stream_kernel.elias_decode(stream[at : at + size].contiguous(), some, m, bucket, levels)
+        if codes is None:
+            raise BodyContentError(f"elias: the stream of elements {start}..{start + m} is not a code")
+        own = scales[first : first + per].contiguous()
+        kernel.dequantize(codes, own, m, bucket, 8, levels, out[start : start + m], mode)
+        at += size

@@ -1,0 +1,102 @@
+"""Whole floats: float32 as it is, float16 and bfloat16 by rounding to nearest.
+
+Half precision is the codec to beat: half or a quarter of the time of anything cleverer to
+explain. float16 has 11 bits and ends at 65,504; bfloat16 has 8 bits and float32's range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs.codec import Codec, State, body_room, flat32, require_finite
+from weightgrad.codecs.payload import Payload
+from weightgrad.codecs.registry import register, sections, unpack_params
+from weightgrad.codecs.spec import codec
+from weightgrad.errors import RangeError
+from weightgrad.kernels import fixed
+
+_CHUNK = 1 << 18
+
+
+def _encode(name: str, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Payload:
+    """Convert and check a chunk at a time, while it is in the cache."""
+    flat = flat32(x)
+    body = body_room(out, flat.numel() * dtype.itemsize, flat.device)
+    typed = body.view(dtype)
+    exponent = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}[dtype]
+    bits = typed.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = slice(start, start + _CHUNK)
+        typed[piece] = flat[piece]
+        if int((bits[piece] & exponent).max()) >= exponent:
+            require_finite(flat)
+            place = start + int(((bits[piece] & exponent) == exponent).nonzero()[0])
+            raise RangeError(f"element {place} is {float(flat[place])}, too large for {name}; use bf16 or fp32")
+    return Payload(name, x.dtype, tuple(x.shape), b"", body)
+
+
+def _decode(dtype: torch.dtype, payload: Payload, out: Tensor, mode: int) -> None:
+    unpack_params(payload, "<")
+    (body,) = sections(payload, payload.numel * dtype.itemsize)
+    if body.storage_offset() % dtype.itemsize:
+        body = body.clone()
+    typed = body.view(dtype)
+    if mode == fixed.STORE:
+        out.copy_(typed)
+        return
+    for start in range(0, out.numel(), _CHUNK):
+        piece = slice(start, start + _CHUNK)
+        fixed.put(out[piece], typed[piece].to(torch.float32), mode)
+
+
+@codec("fp32")
+@dataclass(frozen=True)
+class Fp32(Codec):
+    """Float32 as it is: 32 bits an element, exact."""
+
+    @property
+    def unbiased(self) -> bool:
+        """Exact."""
+        return True
+
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
+        """See Codec.encode."""
+        return _encode("fp32", torch.float32, x, out), state
+
+
+@codec("fp16")
+@dataclass(frozen=True)
+class Fp16(Codec):
+    """Float16, rounded to nearest: 16 bits an element, at most 65,504."""
+
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
+        """See Codec.encode."""
+        return _encode("fp16", torch.float16, x, out), state
+
+
+@codec("bf16")
+@dataclass(frozen=True)
+class Bf16(Codec):
+    """Bfloat16, rounded to nearest: 16 bits an element, float32's range."""
+
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
+        """See Codec.encode."""
+        return _encode("bf16", torch.bfloat16, x, out), state
+
+
+@register("fp32", 1, "<", ())
+def _decode_fp32(payload: Payload, out: Tensor, mode: int) -> None:
+    _decode(torch.float32, payload, out, mode)
+
+
+@register("fp16", 2, "<", ())
+def _decode_fp16(payload: Payload, out: Tensor, mode: int) -> None:
+    _decode(torch.float16, payload, out, mode)
+
+
+@register("bf16", 3, "<", ())
+def _decode_bf16(payload: Payload, out: Tensor, mode: int) -> None:
+    _decode(torch.bfloat16, payload, out, mode)

@@ -1,0 +1,117 @@
+"""Every error WeightGrad raises on purpose, drawn as a tree.
+
+    WeightGradError
+    ├── SpecError                 a codec spec or one of its arguments is wrong
+    ├── EncodeError
+    │   ├── NonFiniteError        NaN or Inf in what was to be encoded
+    │   ├── RangeError            a finite value the format cannot hold
+    │   └── StateError            a state that belongs to another codec or tensor
+    ├── DecodeError               a payload is not what its codec writes
+    │   ├── ParamsError           its parameters are malformed or out of range
+    │   ├── BodyLengthError       its body is longer or shorter than they say
+    │   └── BodyContentError      its body holds what no encoder writes
+    ├── FrameError                bytes are not a frame
+    │   ├── MagicError            they do not start like one
+    │   ├── VersionError          a version this build does not read
+    │   ├── TruncatedError        they end too early
+    │   ├── TrailingBytesError    they go on after the frame
+    │   ├── ChecksumError         they were damaged
+    │   ├── ReservedError         a field or padding that must be zero is not
+    │   ├── SizeLimitError        larger than the caller's limits
+    │   ├── UnknownCodecError     a codec id this build does not know
+    │   ├── UnknownDtypeError     a dtype id this build does not know
+    │   └── ShapeError            more dimensions than a frame may have
+    └── NativeError               the native kernels cannot do what was asked
+
+A message says what came, what was wanted and what to do.
+"""
+
+from __future__ import annotations
+
+
+class WeightGradError(Exception):
+    """Root of the tree."""
+
+
+class SpecError(WeightGradError, ValueError):
+    """A codec spec, or one of its arguments, is wrong."""
+
+
+class EncodeError(WeightGradError, ValueError):
+    """A tensor cannot be encoded."""
+
+
+class NonFiniteError(EncodeError):
+    """NaN or Inf in what was to be encoded."""
+
+
+class RangeError(EncodeError):
+    """A finite value that the wire format cannot hold."""
+
+
+class StateError(EncodeError):
+    """A codec state that belongs to another codec or another tensor."""
+
+
+class DecodeError(WeightGradError, ValueError):
+    """A payload is not what its codec writes."""
+
+
+class ParamsError(DecodeError):
+    """The parameters of a payload are malformed or out of range."""
+
+
+class BodyLengthError(DecodeError):
+    """The body of a payload is longer or shorter than its parameters say."""
+
+
+class BodyContentError(DecodeError):
+    """The body of a payload holds what no encoder writes."""
+
+
+class FrameError(WeightGradError, ValueError):
+    """Bytes are not a frame."""
+
+
+class MagicError(FrameError):
+    """The bytes do not start like a frame."""
+
+
+class VersionError(FrameError):
+    """A version of the format that this build does not read."""
+
+
+class TruncatedError(FrameError):
+    """The bytes end before the frame does."""
+
+
+class TrailingBytesError(FrameError):
+    """There are bytes after the frame."""
+
+
+class ChecksumError(FrameError):
+    """The frame was damaged on its way."""
+
+
+class ReservedError(FrameError):
+    """A field, or padding, that must be zero is not."""
+
+
+class SizeLimitError(FrameError):
+    """The frame is larger than the caller's limits."""
+
+
+class UnknownCodecError(FrameError):
+    """A codec id that this build does not know."""
+
+
+class UnknownDtypeError(FrameError):
+    """A dtype id that this build does not know."""
+
+
+class ShapeError(FrameError):
+    """More dimensions than a frame may have."""
+
+
+class NativeError(WeightGradError, RuntimeError):
+    """The native kernels cannot do what was asked of them."""

@@ -1,0 +1,117 @@
+"""Columns of kept entries (Dryden's adaptive quantization).
+
+A slot is a tile and a column. Entries come in row-major order and leave sorted by slot, rows
+ascending: fifteen bits of row within the tile, one of sign. For each slot, its count and the
+mean of its positive and of its negative entries. Sums are integers, value * factor rounded, so
+that any order gives the same mean.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weightgrad.kernels import native
+from weightgrad.kernels.columns import Grid
+
+
+class Columns(NamedTuple):
+    """Kept entries by slot."""
+
+    counts: Tensor  # (slots,) int32
+    means: Tensor  # (slots, 2) float32
+    entries: Tensor  # (k,) int16: row | sign << 15
+
+
+def exact_factor(largest: float) -> float:
+    """The power of two that brings the largest value to about 2**40: 2**15 of them fit in 2**55."""
+    return 1.0 if largest == 0.0 else math.ldexp(1.0, 40 - math.frexp(largest)[1])
+
+
+def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None) -> Columns:
+    """Sort entries into columns; with `held`, held[index] = value - mean."""
+    k, slots = indices.numel(), grid.tiles * grid.cols
+    factor = exact_factor(float(values.abs().max()) if k else 0.0)
+    lib = native.library_for(values)
+    if lib is None:
+        return _columns_twin(indices, values, grid, held, factor)
+    counts = torch.empty(slots, dtype=torch.int16)
+    means = torch.empty(slots, 2, dtype=torch.float32)
+    entries = torch.empty(k, dtype=torch.int16)
+    places = torch.empty(slots, dtype=torch.int64)
+    sums = torch.empty(2 * slots, dtype=torch.int64)
+    lib.wg_columns_of(
+        indices.data_ptr(),
+        values.data_ptr(),
+        k,
+        grid.cols,
+        grid.tile,
+        slots,
+        factor,
+        counts.data_ptr(),
+        means.data_ptr(),
+        entries.data_ptr(),
+        places.data_ptr(),
+        sums.data_ptr(),
+        native.pointer(held),
+    )
+    return Columns(counts.to(torch.int32) & 0xFFFF, means, entries)
+
+
+def entries_of(columns: Columns, grid: Grid) -> tuple[Tensor, Tensor] | None:
+    """(indices, values) in slot order; None when an entry lies outside its tile or rows do not ascend."""
+    k = columns.entries.numel()
+    lib = native.library_for(columns.entries)
+    if lib is None:
+        return _entries_twin(columns, grid)
+    counts = columns.counts.to(torch.int16)
+    indices = torch.empty(k, dtype=torch.int64)
+    values = torch.empty(k, dtype=torch.float32)
+    bad = lib.wg_entries_of(
+        counts.data_ptr(),
+        columns.means.data_ptr(),
+        columns.entries.data_ptr(),
+        grid.rows,
+        grid.cols,
+        grid.tile,
+        counts.numel(),
+        indices.data_ptr(),
+        values.data_ptr(),
+    )
+    return None if bad else (indices, values)
+
+
+def _columns_twin(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None, factor: float) -> Columns:
+    slots = grid.tiles * grid.cols
+    row, col = indices // grid.cols, indices % grid.cols
+    slot = row // grid.tile * grid.cols + col
+    sign = torch.signbit(values).to(torch.int64)
+    whole = (values.double() * factor).round().to(torch.int64)
+    sums = torch.zeros(2 * slots, dtype=torch.int64, device=values.device)
+    sums.index_add_(0, 2 * slot + sign, whole)
+    both = torch.zeros(2 * slots, dtype=torch.int64, device=values.device)
+    both.index_add_(0, 2 * slot + sign, torch.ones_like(slot))
+    means = (sums.double() / both.clamp(min=1).double() / factor).float()
+    order = torch.argsort(slot, stable=True)
+    code = (row % grid.tile) | (sign << 15)
+    if held is not None:
+        held[indices] = values - means[2 * slot + sign]
+    counts = both.view(-1, 2).sum(1).to(torch.int32)
+    return Columns(counts, means.view(-1, 2), code[order].to(torch.int16))
+
+
+def _entries_twin(columns: Columns, grid: Grid) -> tuple[Tensor, Tensor] | None:
+    counts = columns.counts.to(torch.int64)
+    slot = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+    code = columns.entries.to(torch.int64) & 0xFFFF
+    row, sign = code & 0x7FFF, code >> 15
+    first = slot // grid.cols * grid.tile
+    ascending = row[1:] > row[:-1]
+    if not bool((ascending | (slot[1:] != slot[:-1])).all()):
+        return None
+    if not bool((first + row < torch.clamp(first + grid.tile, max=grid.rows)).all()):
+        return None
+    return (first + row) * grid.cols + slot % grid.cols, columns.means.view(-1)[2 * slot + sign]

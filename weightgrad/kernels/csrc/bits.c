@@ -1,0 +1,89 @@
+/* Bit streams: small codes, and the gaps between sorted indices.
+ *
+ * A gap is index - previous index - 1. Its low `width` bits go to one stream; with
+ * Rice coding the rest goes to a second stream in unary: that many zeros, then a
+ * one. Both streams are little-endian, bit 0 of byte 0 first.
+ */
+#include "scalar.h"
+
+WG_API void wg_pack(const uint8_t *codes, uint64_t n, int bits, uint8_t *out) { wg_pack_codes(codes, n, bits, out); }
+
+WG_API void wg_unpack(const uint8_t *in, uint64_t n, int bits, uint8_t *codes) { wg_unpack_codes(in, n, bits, codes); }
+
+/* Unary lengths, without the ones, for width, width+1 and width+2; returns the largest gap. */
+WG_API uint64_t wg_gap_costs(const int64_t *indices, uint64_t k, int width, uint64_t costs[3]) {
+    uint64_t largest = 0, c0 = 0, c1 = 0, c2 = 0;
+    int64_t before = -1;
+    for (uint64_t i = 0; i < k; i++) {
+        uint64_t gap = (uint64_t)(indices[i] - before - 1);
+        before = indices[i];
+        largest = gap > largest ? gap : largest;
+        c0 += gap >> width;
+        c1 += gap >> (width + 1);
+        c2 += gap >> (width + 2);
+    }
+    costs[0] = c0;
+    costs[1] = c1;
+    costs[2] = c2;
+    return largest;
+}
+
+/* `unary` may be NULL (fixed width); otherwise it must hold zeros. */
+WG_API void wg_pack_gaps(const int64_t *indices, uint64_t k, int width, uint8_t *low, uint8_t *unary) {
+    const uint64_t mask = width ? ~0ull >> (64 - width) : 0;
+    uint64_t word = 0, place = 0;
+    int held = 0;
+    int64_t before = -1;
+    for (uint64_t i = 0; i < k; i++) {
+        uint64_t gap = (uint64_t)(indices[i] - before - 1);
+        before = indices[i];
+        word |= (gap & mask) << held;
+        for (held += width; held >= 8; held -= 8) {
+            *low++ = (uint8_t)word;
+            word >>= 8;
+        }
+        if (unary) {
+            place += gap >> width;
+            unary[place / 8] |= (uint8_t)(1u << place % 8);
+            place++;
+        }
+    }
+    if (held) *low = (uint8_t)word;
+}
+
+/* Position of the first one at or after `place`, or `bits` when there is none. */
+static uint64_t next_one(const uint8_t *stream, uint64_t bits, uint64_t place) {
+    while (place < bits) {
+        uint64_t window = 0, byte = place / 8, left = bits / 8 - byte;
+        memcpy(&window, stream + byte, left < 8 ? left : 8);
+        window >>= place % 8;
+        if (window) return place + (uint64_t)__builtin_ctzll(window);
+        place = 8 * (byte + 8);
+    }
+    return bits;
+}
+
+/* Returns 0, or 1 when the streams do not hold exactly k ascending indices below n. */
+WG_API int wg_unpack_gaps(const uint8_t *low, const uint8_t *unary, uint64_t unary_bytes, uint64_t k, int width, uint64_t n,
+                          int64_t *indices) {
+    const uint64_t mask = width ? ~0ull >> (64 - width) : 0, bits = 8 * unary_bytes;
+    uint64_t word = 0, next = 0, place = 0; /* next: one past the last index */
+    int held = 0;
+    for (uint64_t i = 0; i < k; i++) {
+        for (; held < width; held += 8) word |= (uint64_t)*low++ << held;
+        uint64_t gap = word & mask;
+        word >>= width;
+        held -= width;
+        if (unary) {
+            uint64_t one = next_one(unary, bits, place);
+            if (one >= bits || one - place > n >> width) return 1;
+            gap += (one - place) << width;
+            place = one + 1;
+        }
+        if (next >= n || gap >= n - next) return 1;
+        indices[i] = (int64_t)(next + gap);
+        next += gap + 1;
+    }
+    if (word) return 1;
+    return unary && ((place + 7) / 8 != unary_bytes || next_one(unary, bits, place) != bits);
+}

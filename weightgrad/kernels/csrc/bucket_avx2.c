@@ -1,0 +1,213 @@
+/* AVX2 unit of bucket.c: 32 elements at a time, the rest through the portable run. */
+#include "units.h"
+
+#if WG_HAS_AVX2_UNIT
+#include "lanes.h"
+
+ALWAYS_INLINE F8 load_sum(const float *x, const float *residual) {
+    F8 h = _mm256_loadu_ps(x);
+    return residual ? _mm256_add_ps(h, _mm256_loadu_ps(residual)) : h;
+}
+
+ALWAYS_INLINE uint32_t max_norm(const float *x, const float *residual, size_t m) {
+    I8 top[4];
+    for (int j = 0; j < 4; j++) top[j] = _mm256_setzero_si256();
+    size_t i = 0;
+    for (; i + 32 <= m; i += 32)
+        for (int j = 0; j < 4; j++) {
+            const size_t at = i + 8 * (size_t)j;
+            top[j] = _mm256_max_epu32(top[j], magnitude8(load_sum(x + at, residual ? residual + at : NULL)));
+        }
+    uint32_t result = top8(_mm256_max_epu32(_mm256_max_epu32(top[0], top[1]), _mm256_max_epu32(top[2], top[3])));
+    for (; i < m; i++) {
+        uint32_t u = wg_magnitude(residual ? x[i] + residual[i] : x[i]);
+        result = u > result ? u : result;
+    }
+    return result;
+}
+
+ALWAYS_INLINE float l2_norm(const float *x, const float *residual, size_t m) {
+    __m256d low = _mm256_setzero_pd(), high = low;
+    size_t i = 0;
+    for (; i + 8 <= m; i += 8) {
+        F8 h = load_sum(x + i, residual ? residual + i : NULL);
+        __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(h)), b = _mm256_cvtps_pd(_mm256_extractf128_ps(h, 1));
+        low = _mm256_add_pd(low, _mm256_mul_pd(a, a));
+        high = _mm256_add_pd(high, _mm256_mul_pd(b, b));
+    }
+    double lane[8];
+    _mm256_storeu_pd(lane, low);
+    _mm256_storeu_pd(lane + 4, high);
+    for (; i < m; i++) {
+        double h = residual ? x[i] + residual[i] : x[i];
+        lane[i & 7] += h * h;
+    }
+    for (int half = 4; half; half /= 2)
+        for (int k = 0; k < half; k++) lane[k] += lane[k + half];
+    return (float)sqrt(lane[0]);
+}
+
+/* 32 codes of `bits` bits each -> 4*bits bytes. */
+ALWAYS_INLINE void pack32(I8 codes, const int bits, uint8_t *out) {
+    if (bits == 8) {
+        _mm256_storeu_si256((I8 *)out, codes);
+        return;
+    }
+    I8 pair = _mm256_maddubs_epi16(codes, _mm256_set1_epi16((short)(1 | 1 << (bits + 8))));
+    if (bits == 4) {
+        __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(pair), _mm256_extracti128_si256(pair, 1));
+        _mm_storeu_si128((__m128i *)out, bytes);
+        return;
+    }
+    I8 quad = _mm256_madd_epi16(pair, same(1u | 1u << (2 * bits + 16)));
+    if (bits == 2) {
+        __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(quad), _mm256_extracti128_si256(quad, 1));
+        _mm_storel_epi64((__m128i *)out, _mm_packus_epi16(words, words));
+        return;
+    }
+    /* 3 bits: two 12-bit lanes -> 24 bits in each 64-bit lane, then gather the bytes */
+    I8 triple = _mm256_or_si256(_mm256_and_si256(quad, _mm256_set1_epi64x(0xfff)), _mm256_srli_epi64(quad, 20));
+    const I8 gather = _mm256_setr_epi8(0, 1, 2, 8, 9, 10, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 8, 9, 10, -1, -1, -1,
+                                       -1, -1, -1, -1, -1, -1, -1);
+    I8 tight = _mm256_shuffle_epi8(triple, gather);
+    uint64_t low = (uint64_t)_mm256_extract_epi64(tight, 0), high = (uint64_t)_mm256_extract_epi64(tight, 2);
+    memcpy(out, &low, 6);
+    memcpy(out + 6, &high, 6);
+}
+
+ALWAYS_INLINE I8 unpack32(const uint8_t *in, const int bits) {
+    if (bits == 8) return _mm256_loadu_si256((const I8 *)in);
+    if (bits == 4) {
+        I8 v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)in));
+        return _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)), _mm256_set1_epi8(15));
+    }
+    I8 v;
+    if (bits == 2) {
+        v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in));
+        v = _mm256_or_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 6)),
+                            _mm256_or_si256(_mm256_slli_epi32(v, 12), _mm256_slli_epi32(v, 18)));
+        return _mm256_and_si256(v, _mm256_set1_epi8(3));
+    }
+    /* 12 bytes -> four 64-bit lanes of 24 bits */
+    int32_t last;
+    memcpy(&last, in + 8, 4);
+    const I8 scatter = _mm256_setr_epi8(0, 1, 2, -1, -1, -1, -1, -1, 3, 4, 5, -1, -1, -1, -1, -1, 6, 7, 8, -1, -1, -1, -1, -1, 9,
+                                        10, 11, -1, -1, -1, -1, -1);
+    __m128i twelve = _mm_insert_epi32(_mm_loadl_epi64((const __m128i *)in), last, 2);
+    v = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(twelve), scatter);
+    v = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi64x(0xfff)),
+                        _mm256_slli_epi64(_mm256_and_si256(v, _mm256_set1_epi64x(0xfff000)), 20));
+    I8 even = _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 10)), same(0x00070007u));
+    I8 odd = _mm256_and_si256(_mm256_or_si256(_mm256_slli_epi32(v, 5), _mm256_slli_epi32(v, 15)), same(0x07000700u));
+    return _mm256_or_si256(even, odd);
+}
+
+ALWAYS_INLINE void encode_run(const float *x, float *residual, size_t m, const wg_quantizer *q, wg_ruler ruler,
+                              uint64_t index, uint8_t *codes, const int bits, const int stochastic, const int given) {
+    const F8 inverse = _mm256_set1_ps(ruler.inverse), scale = _mm256_set1_ps(ruler.scale);
+    const F8 limit = _mm256_set1_ps((float)(q->levels * 65536)), negative = _mm256_set1_ps(-(float)(q->levels * 65536));
+    const I8 levels = same((uint32_t)q->levels), offset = same((uint32_t)q->levels << 16);
+    I8 noise[4] = {same(0x8000), same(0x8000), same(0x8000), same(0x8000)}, code[4];
+    noise8 source = noise_at(q->key, index);
+    size_t i = 0;
+    for (; i + 32 <= m; i += 32) {
+        _mm_prefetch((const char *)(x + i + PREFETCH_FLOATS), _MM_HINT_T0);
+        _mm_prefetch((const char *)(x + i + PREFETCH_FLOATS + 16), _MM_HINT_T0);
+        if (residual) {
+            _mm_prefetch((const char *)(residual + i + PREFETCH_FLOATS), _MM_HINT_T0);
+            _mm_prefetch((const char *)(residual + i + PREFETCH_FLOATS + 16), _MM_HINT_T0);
+        }
+        if (stochastic) noise32(&source, noise);
+        for (int j = 0; j < 4; j++) {
+            const size_t at = i + 8 * (size_t)j;
+            F8 h = load_sum(x + at, residual ? residual + at : NULL);
+            F8 y = _mm256_mul_ps(h, inverse);
+            if (given) y = _mm256_max_ps(_mm256_min_ps(y, limit), negative);
+            I8 fixed = _mm256_add_epi32(_mm256_cvtps_epi32(y), offset);
+            code[j] = _mm256_srli_epi32(_mm256_add_epi32(fixed, noise[j]), 16);
+            if (residual) _mm256_storeu_ps(residual + at, _mm256_sub_ps(h, value8(code[j], levels, scale)));
+        }
+        pack32(bytes32(code), bits, codes + i / 8 * (size_t)bits);
+    }
+    if (i < m) wg_quantize_run(x + i, residual ? residual + i : NULL, m - i, q, ruler, index + i, codes + i / 8 * (size_t)bits);
+}
+
+ALWAYS_INLINE uint64_t encode_all(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
+                                  float *scales, const int bits, const int stochastic) {
+    for (uint64_t i = 0, b = 0; i < n; i += q->bucket, b++) {
+        const size_t m = n - i < q->bucket ? n - i : q->bucket;
+        float *r = residual ? residual + i : NULL;
+        const int given = q->norm == WG_NORM_GIVEN;
+        float norm = given                    ? scales[b] * (float)q->levels
+                     : q->norm == WG_NORM_MAX ? wg_float(max_norm(x + i, r, m))
+                                              : l2_norm(x + i, r, m);
+        if (wg_magnitude(norm) >= WG_INFINITY) return i;
+        wg_ruler ruler = wg_make_ruler(norm, q->levels);
+        if (given) ruler.scale = scales[b];
+        scales[b] = ruler.scale;
+        uint8_t *to = codes + i / 8 * (uint64_t)bits;
+        if (ruler.before != 1.0f) wg_quantize_run(x + i, r, m, q, ruler, q->first + i, to);
+        else if (given) encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 1);
+        else encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 0);
+    }
+    return n;
+}
+
+ALWAYS_INLINE uint64_t encode_noise(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
+                                    float *scales, const int bits) {
+    if (residual)
+        return q->stochastic ? encode_all(x, residual, n, q, codes, scales, bits, 1)
+                             : encode_all(x, residual, n, q, codes, scales, bits, 0);
+    return q->stochastic ? encode_all(x, NULL, n, q, codes, scales, bits, 1)
+                         : encode_all(x, NULL, n, q, codes, scales, bits, 0);
+}
+
+uint64_t wg_quantize_avx2(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes, float *scales) {
+    switch (q->bits) {
+    case 2: return encode_noise(x, residual, n, q, codes, scales, 2);
+    case 3: return encode_noise(x, residual, n, q, codes, scales, 3);
+    case 4: return encode_noise(x, residual, n, q, codes, scales, 4);
+    default: return encode_noise(x, residual, n, q, codes, scales, 8);
+    }
+}
+
+ALWAYS_INLINE void decode_all(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, const int bits,
+                              int levels, const int mode, float *out) {
+    const I8 zero_level = same((uint32_t)levels);
+    for (uint64_t start = 0, b = 0; start < n; start += bucket, b++) {
+        const size_t m = n - start < bucket ? n - start : bucket;
+        const uint8_t *from = codes + start / 8 * (uint64_t)bits;
+        const F8 scale = _mm256_set1_ps(scales[b]);
+        float *to = out + start;
+        size_t i = 0;
+        for (; i + 32 <= m; i += 32) {
+            I8 v[4];
+            widen32(unpack32(from + i / 8 * (size_t)bits, bits), v);
+            for (int j = 0; j < 4; j++) put8(to + i + 8 * (size_t)j, value8(v[j], zero_level, scale), mode);
+        }
+        if (i < m)
+            wg_dequantize_run(from + i / 8 * (size_t)bits, m - i, bits, levels, scales[b], mode == STREAM ? WG_STORE : mode, to + i);
+    }
+    if (mode == STREAM) _mm_sfence();
+}
+
+ALWAYS_INLINE void decode_mode(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, const int bits,
+                               int levels, int mode, float *out) {
+    switch (how_to_put(mode, out, n)) {
+    case STREAM: decode_all(codes, scales, n, bucket, bits, levels, STREAM, out); return;
+    case WG_STORE: decode_all(codes, scales, n, bucket, bits, levels, WG_STORE, out); return;
+    case WG_ADD: decode_all(codes, scales, n, bucket, bits, levels, WG_ADD, out); return;
+    default: decode_all(codes, scales, n, bucket, bits, levels, WG_SUBTRACT, out); return;
+    }
+}
+
+void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, int bits, int levels, int mode,
+                        float *out) {
+    switch (bits) {
+    case 2: decode_mode(codes, scales, n, bucket, 2, levels, mode, out); return;
+    case 3: decode_mode(codes, scales, n, bucket, 3, levels, mode, out); return;
+    case 4: decode_mode(codes, scales, n, bucket, 4, levels, mode, out); return;
+    default: decode_mode(codes, scales, n, bucket, 8, levels, mode, out); return;
+    }
+}
+#endif

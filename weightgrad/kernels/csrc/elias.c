@@ -1,0 +1,92 @@
+/* Elias coding of quantized levels (QSGD's second idea): for each level that is not
+ * zero, its distance from the one before, its sign, its size. A bucket starts on a
+ * byte and `lengths` has its bytes, so buckets can be decoded side by side.
+ *
+ * gamma(v), v >= 1: as many zeros as v has bits after its first, a one, those bits;
+ * everything little-endian, bit 0 of byte 0 first.
+ */
+#include "scalar.h"
+
+typedef struct {
+    uint8_t *out;
+    uint64_t word;
+    int held;
+} writer;
+
+static void put_bits(writer *w, uint64_t value, int bits) {
+    w->word |= value << w->held;
+    w->held += bits;
+    while (w->held >= 8) {
+        *w->out++ = (uint8_t)w->word;
+        w->word >>= 8;
+        w->held -= 8;
+    }
+}
+
+static void put_gamma(writer *w, uint32_t value) {
+    int extra = 31 - __builtin_clz(value);
+    put_bits(w, (1ull | (uint64_t)(value & ((1u << extra) - 1u)) << 1) << extra, 2 * extra + 1);
+}
+
+/* `codes` holds level + levels, one a byte. Returns the bytes written. */
+WG_API uint64_t wg_elias(const uint8_t *codes, uint64_t n, uint64_t bucket, int levels, uint8_t *out, uint16_t *lengths) {
+    uint8_t *begin = out;
+    for (uint64_t start = 0; start < n; start += bucket) {
+        uint64_t stop = n - start < bucket ? n : start + bucket, before = start - 1;
+        writer w = {out, 0, 0};
+        for (uint64_t i = start; i < stop; i++) {
+            int level = codes[i] - levels;
+            if (!level) continue;
+            put_gamma(&w, (uint32_t)(i - before));
+            put_bits(&w, level < 0, 1);
+            put_gamma(&w, (uint32_t)(level < 0 ? -level : level));
+            before = i;
+        }
+        if (w.held) put_bits(&w, 0, 8 - w.held);
+        *lengths++ = (uint16_t)(w.out - out);
+        out = w.out;
+    }
+    return (uint64_t)(out - begin);
+}
+
+typedef struct {
+    const uint8_t *in;
+    uint64_t bits, at;
+} reader;
+
+/* The next bits, zero past the end. */
+static uint64_t peek(const reader *r) {
+    uint64_t window = 0, byte = r->at / 8, left = (r->bits + 7) / 8 - byte;
+    memcpy(&window, r->in + byte, left < 8 ? left : 8);
+    return window >> r->at % 8;
+}
+
+/* 0 when there is no whole code left. */
+static uint32_t get_gamma(reader *r) {
+    uint64_t window = peek(r);
+    if (!window) return 0;
+    int extra = __builtin_ctzll(window);
+    if (extra > 16 || r->at + 2 * (uint64_t)extra + 1 > r->bits) return 0;
+    r->at += 2 * (uint64_t)extra + 1;
+    return 1u << extra | (uint32_t)(window >> (extra + 1) & ((1u << extra) - 1u));
+}
+
+/* Returns 0, or 1 when a bucket is not what wg_elias writes. */
+WG_API int wg_elias_decode(const uint8_t *in, const uint16_t *lengths, uint64_t n, uint64_t bucket, int levels, uint8_t *codes) {
+    memset(codes, levels, n);
+    for (uint64_t start = 0; start < n; start += bucket, in += *lengths++) {
+        uint64_t stop = n - start < bucket ? n : start + bucket, next = start - 1;
+        reader r = {in, 8 * (uint64_t)*lengths, 0};
+        while (r.bits - r.at >= 8 || (r.at < r.bits && peek(&r))) {
+            uint32_t gap = get_gamma(&r);
+            if (!gap || r.at >= r.bits) return 1;
+            uint32_t sign = (uint32_t)peek(&r) & 1u;
+            r.at++;
+            uint32_t size = get_gamma(&r);
+            next += gap;
+            if (!size || size > (uint32_t)levels || next >= stop) return 1;
+            codes[next] = (uint8_t)(sign ? levels - (int)size : levels + (int)size);
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,29 @@
+/* Which instruction set the kernels use. */
+#include "wg.h"
+
+static int chosen = -1;
+
+static int best(void) {
+#if WG_HAS_AVX2_UNIT
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") ? 1 : 0;
+#else
+    return 0;
+#endif
+}
+
+int wg_isa(void) {
+    int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    if (isa < 0) {
+        isa = best();
+        __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
+    }
+    return isa;
+}
+
+int wg_force_isa(int isa) {
+    int top = best();
+    isa = isa < 0 || isa > top ? top : isa;
+    __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
+    return isa;
+}

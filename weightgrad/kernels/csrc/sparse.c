@@ -1,0 +1,74 @@
+/* Columns of kept entries (Dryden's adaptive quantization): for each tile and
+ * column a count and two means; for each entry fifteen bits of row and one of sign.
+ *
+ * A slot is a tile and a column: slot = row / tile * cols + col. Entries come in
+ * row-major order and leave sorted by slot, rows ascending. Sums are integers,
+ * value * factor rounded, so that any order gives the same mean; the caller picks
+ * the factor, a power of two, so that they cannot overflow.
+ */
+#include "scalar.h"
+
+#include <string.h>
+
+typedef struct {
+    uint64_t row, start, slots; /* where the cursor is: row, its first element, first slot of its tile */
+} cursor;
+
+static uint64_t slot_of(cursor *at, int64_t index, uint64_t cols, uint64_t tile) {
+    uint64_t i = (uint64_t)index;
+    if (i - at->start >= cols) {
+        at->row = i / cols;
+        at->start = at->row * cols;
+        at->slots = at->row / tile * cols;
+    }
+    return at->slots + (i - at->start);
+}
+
+/* `places` is room for a 64-bit integer a slot, `sums` for two. With `held`, what the
+ * means do not say stays there: held[index] = value - mean. */
+WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t k, uint64_t cols, uint64_t tile, uint64_t slots,
+                          double factor, uint16_t *counts, float *means, uint16_t *entries, uint64_t *places, int64_t *sums,
+                          float *held) {
+    memset(places, 0, slots * sizeof *places);
+    memset(sums, 0, 2 * slots * sizeof *sums);
+    cursor at = {0, 0, 0};
+    for (uint64_t i = 0; i < k; i++) {
+        uint64_t slot = slot_of(&at, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
+        places[slot] += 1 + (sign << 32); /* all entries below, negative ones above */
+        sums[2 * slot + sign] += llrint((double)values[i] * factor);
+    }
+    uint64_t next = 0;
+    for (uint64_t s = 0; s < slots; s++) {
+        uint64_t count = places[s] & 0xffffffffu, negative = places[s] >> 32, positive = count - negative;
+        means[2 * s] = (float)((double)sums[2 * s] / (double)(positive ? positive : 1) / factor);
+        means[2 * s + 1] = (float)((double)sums[2 * s + 1] / (double)(negative ? negative : 1) / factor);
+        counts[s] = (uint16_t)count;
+        places[s] = next;
+        next += count;
+    }
+    cursor again = {0, 0, 0};
+    for (uint64_t i = 0; i < k; i++) {
+        uint64_t slot = slot_of(&again, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
+        entries[places[slot]++] = (uint16_t)(again.row % tile | sign << 15);
+        if (held) held[indices[i]] = values[i] - means[2 * slot + sign];
+    }
+}
+
+/* The opposite: indices in slot order, and the mean of each. Returns 0, or 1 when an
+ * entry lies outside its tile or its rows do not ascend. */
+WG_API int wg_entries_of(const uint16_t *counts, const float *means, const uint16_t *entries, uint64_t rows, uint64_t cols,
+                         uint64_t tile, uint64_t slots, int64_t *indices, float *values) {
+    for (uint64_t s = 0; s < slots; s++) {
+        uint64_t first = s / cols * tile, height = rows - first < tile ? rows - first : tile;
+        int64_t before = -1;
+        for (uint32_t i = 0; i < counts[s]; i++) {
+            uint16_t entry = *entries++;
+            int64_t row = entry & 0x7fff;
+            if (row <= before || (uint64_t)row >= height) return 1;
+            before = row;
+            *indices++ = (int64_t)((first + (uint64_t)row) * cols + s % cols);
+            *values++ = means[2 * s + (entry >> 15)];
+        }
+    }
+    return 0;
+}

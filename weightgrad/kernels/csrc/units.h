@@ -1,0 +1,89 @@
+/* What the portable units and the AVX2 units share of each other. */
+#ifndef WG_UNITS_H
+#define WG_UNITS_H
+
+#include "scalar.h"
+
+/* Sixteen double lanes -> one partial sum, for each of `sums` sums. */
+static inline void wg_fold_lanes(double lane[][16], int sums, double *partials) {
+    for (int s = 0; s < sums; s++) {
+        for (int half = 8; half; half /= 2)
+            for (int i = 0; i < half; i++) lane[s][i] += lane[s][i + half];
+        partials[s] = lane[s][0];
+    }
+}
+
+/* One level of a sum tree up: add and clear. */
+static inline void wg_climb(float *from, float *to, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        to[i] += from[i];
+        from[i] = 0.0f;
+    }
+}
+
+/* bucket */
+void wg_quantize_run(const float *x, float *residual, size_t m, const wg_quantizer *q, wg_ruler ruler, uint64_t index,
+                     uint8_t *codes);
+void wg_dequantize_run(const uint8_t *codes, size_t m, int bits, int levels, float scale, int mode, float *out);
+uint64_t wg_quantize_avx2(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes, float *scales);
+void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, int bits, int levels, int mode,
+                        float *out);
+
+/* moments */
+uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, double *partials);
+
+/* ternary */
+void wg_ternary_run(const float *x, float *residual, size_t m, float scale, wg_ruler ruler, uint64_t key, uint64_t index,
+                    uint8_t *codes);
+void wg_ternary_decode_run(const uint8_t *codes, size_t m, float scale, int mode, float *out);
+void wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double lane[2][16]);
+void wg_ternary_threshold_run(const float *w, size_t m, float threshold, uint8_t *codes);
+void wg_ternary_avx2(const float *x, float *residual, uint64_t n, float scale, wg_ruler ruler, uint64_t key, uint64_t first,
+                     uint8_t *codes);
+void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int mode, float *out);
+void wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials);
+void wg_ternary_threshold_avx2(const float *w, uint64_t n, float threshold, uint8_t *codes);
+
+/* columns */
+typedef struct {
+    uint64_t rows, cols, tile;
+} wg_grid;
+
+/* The sum tree of a tile: two sums (by sign bit) for each of `width` columns on three levels. */
+typedef struct {
+    uint64_t width;
+    float *level0, *level1, *sum;
+    uint32_t *negatives;
+} wg_tree;
+
+static inline wg_tree wg_plant(float *scratch, uint64_t width) {
+    wg_tree t = {width, scratch, scratch + 2 * width, scratch + 4 * width, (uint32_t *)(void *)(scratch + 6 * width)};
+    memset(scratch, 0, 7 * width * sizeof(float));
+    return t;
+}
+
+/* After `lines` lines have been added to level 0. */
+static inline void wg_grow(wg_tree *t, uint64_t lines, int last) {
+    if (last || lines % WG_TREE == 0) wg_climb(t->level0, t->level1, 2 * t->width);
+    if (last || lines % (WG_TREE * WG_TREE) == 0) wg_climb(t->level1, t->sum, 2 * t->width);
+}
+
+void wg_column_means(const wg_tree *t, uint64_t width, uint64_t rows, float *positive, float *negative);
+void wg_fold_column(wg_tree *t);
+void wg_onebit_roll_back(const float *x, float *held, float *old_means, wg_grid g, uint64_t rows_done, uint64_t group,
+                         uint64_t cols_done);
+void wg_onebit_decode_run(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
+                          float *out);
+void wg_signs_run(const float *x, uint64_t n, uint8_t *bits);
+int wg_onebit_avx2(const float *x, float *held, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
+void wg_onebit_decode_avx2(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
+                           float *out);
+void wg_signs_avx2(const float *x, uint64_t n, uint8_t *bits);
+
+/* select */
+uint64_t wg_scan_rest(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, uint64_t count,
+                      int64_t *indices, float *values, uint64_t *done);
+uint64_t wg_scan_avx2(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,
+                      float *values, uint64_t *done);
+
+#endif

@@ -1,0 +1,63 @@
+/* The hot loops of WeightGrad: a plain C library, called through ctypes.
+ *
+ * Every kernel exists in portable C; the ones that are worth it exist a second
+ * time in AVX2 (`*_avx2.c`), chosen at run time. Both, and the torch twins in
+ * the kernels folder, give the same bytes and the same floats. That is why:
+ *   - noise is a hash of (key, element index), never a generator with state;
+ *   - a decoded value is one exact integer times one float multiply;
+ *   - float sums follow a fixed tree that is written down next to the kernel;
+ *   - the build never contracts a*b+c (-ffp-contract=off).
+ *
+ * A tensor is a dense float array. Nothing here allocates, locks or prints.
+ */
+#ifndef WG_H
+#define WG_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define WG_API __declspec(dllexport)
+#else
+#define WG_API __attribute__((visibility("default")))
+#endif
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define WG_HAS_AVX2_UNIT 1
+#else
+#define WG_HAS_AVX2_UNIT 0
+#endif
+
+/* 0 portable, 1 AVX2. */
+WG_API int wg_isa(void);
+/* Force an instruction set (tests, benchmarks); returns the one now in force. */
+WG_API int wg_force_isa(int isa);
+
+enum { WG_NORM_MAX = 0, WG_NORM_L2 = 1, WG_NORM_GIVEN = 2 };
+enum { WG_STORE = 0, WG_ADD = 1, WG_SUBTRACT = -1 };
+
+/* A uniform quantizer over buckets: see bucket.c. */
+typedef struct {
+    uint64_t bucket;    /* elements that share a scale, a multiple of 32 */
+    int32_t bits;       /* storage: 2, 3, 4 or 8 */
+    int32_t levels;     /* L: codes are 0 .. 2L, code q means q - L */
+    int32_t norm;       /* WG_NORM_* */
+    int32_t stochastic; /* 0: nearest */
+    uint64_t key;
+    uint64_t first;     /* index of x[0] in its tensor: a multiple of 32 */
+} wg_quantizer;
+
+/* Selection by two thresholds: see select.c. */
+typedef struct {
+    float above, below; /* keep h >= above or h <= below */
+    float momentum;     /* used when velocity is given */
+    uint64_t first;     /* added to every index */
+    uint64_t capacity;  /* of indices and values */
+} wg_selection;
+
+#define WG_BLOCK 4096u      /* elements under one partial sum */
+#define WG_SCAN_BLOCK 1024u /* elements looked at before any is written: fits the first-level cache */
+#define WG_TREE 32u         /* fan-in of a column sum */
+#define WG_TRIT_GROUP 160u  /* 5 x 32 trits in 32 bytes */
+
+#endif

@@ -1,0 +1,80 @@
+"""The arithmetic every quantizer shares, as torch twins of csrc/scalar.h."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STORE, ADD, SUBTRACT = 0, 1, -1
+INFINITY_BITS = 0x7F800000
+CHUNK = 1 << 18  # elements a twin works on at a time: its temporaries stay in the cache
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """Bits of |x| as int32: they order like the magnitudes, NaN and Inf on top."""
+    return x.view(torch.int32) & 0x7FFFFFFF
+
+
+def put(out: Tensor, value: Tensor, mode: int) -> None:
+    """out = value, out + value or out - value."""
+    if mode == STORE:
+        out.copy_(value)
+    elif mode == ADD:
+        out += value
+    else:
+        out -= value
+
+
+class Ruler(NamedTuple):
+    """From floats to 16.16 fixed point levels: y = x * before * inverse; value = level * scale."""
+
+    before: Tensor
+    inverse: Tensor
+    scale: Tensor
+
+
+def ruler(norm: Tensor, levels: int) -> Ruler:
+    """One ruler for each norm; see wg_make_ruler for why the inverse is one step lower."""
+    tiny = norm < 2.0**-100
+    before = torch.where(tiny, torch.full_like(norm, 2.0**64), torch.ones_like(norm))
+    inverse = torch.full_like(norm, float(levels * 65536)) / (norm * before)
+    stepped = (inverse.view(torch.int32) - 1).view(torch.float32)
+    zero = torch.zeros_like(norm)
+    return Ruler(before, torch.where(norm > 0, stepped, zero), norm / torch.full_like(norm, float(levels)))
+
+
+def level_of(h: Tensor, rule: Ruler, levels: int, noise: Tensor | int, *, clamp: bool) -> Tensor:
+    """Level index 0 .. 2*levels of each element, int32."""
+    y = h * rule.before
+    y *= rule.inverse
+    if clamp:
+        y.clamp_(-float(levels * 65536), float(levels * 65536))
+    code = y.round_().to(torch.int32)
+    code += levels * 65536
+    code += noise
+    code >>= 16
+    return code
+
+
+def fold_lanes(lanes: Tensor) -> Tensor:
+    """Halve the last dimension until it is one wide: lane i takes lane i + half."""
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """Sum over the second to last dimension, in order, from zero."""
+    total = torch.zeros_like(rows[..., 0, :])
+    for i in range(rows.shape[-2]):
+        total += rows[..., i, :]
+    return total
+
+
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """x with zeros behind it up to a multiple."""
+    missing = -x.numel() % multiple
+    return x if missing == 0 else torch.cat((x, x.new_zeros(missing)))

@@ -1,0 +1,83 @@
+"""Sums of h, h*h and |h| and the largest |h| of a tensor, exactly repeatable.
+
+Partial sums in double for each block of 4,096 elements over sixteen lanes, then
+`math.fsum`, which rounds once whatever the order: threads, chunks and devices agree.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weightgrad.kernels import fixed, native, threads
+
+BLOCK = 4096
+
+
+class Moments(NamedTuple):
+    """What a pass over a tensor of n elements finds. Not finite if the tensor is not."""
+
+    n: int
+    sum: float
+    squares: float
+    absolute: float
+    largest: float
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation around the mean."""
+        if self.n == 0:
+            return 0.0
+        mean = self.sum / self.n
+        return math.sqrt(max(0.0, self.squares / self.n - mean * mean))
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element is."""
+        return math.isfinite(self.largest)
+
+
+def moments(x: Tensor, residual: Tensor | None = None) -> Moments:
+    """Moments of x, or of x + residual: flat float32 tensors."""
+    n = x.numel()
+    partials = torch.zeros(-(-n // BLOCK), 3, dtype=torch.float64)
+    lib = native.library_for(x)
+    if lib is None:
+        top = _moments_twin(x, residual, partials)
+    else:
+
+        def work(start: int, stop: int) -> int:
+            add = None if residual is None else residual.data_ptr() + 4 * start
+            at = partials.data_ptr() + start // BLOCK * 24
+            result: int = lib.wg_moments(x.data_ptr() + 4 * start, add, stop - start, at)
+            return result
+
+        top = max(threads.run_split(n, BLOCK, work))
+    if top >= fixed.INFINITY_BITS:
+        return Moments(n, math.nan, math.nan, math.nan, math.inf)
+    sums = [math.fsum(column) for column in partials.t().tolist()]
+    largest = torch.tensor(top, dtype=torch.int32).view(torch.float32).item()
+    return Moments(n, sums[0], sums[1], sums[2], largest)
+
+
+def block_sums(values: Tensor, partials: Tensor) -> None:
+    """Partials (blocks,) of a flat double tensor, padded to whole blocks."""
+    partials.copy_(fixed.fold_lanes(fixed.add_rows(values.view(-1, BLOCK // 16, 16))))
+
+
+def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor) -> int:
+    top = 0
+    for start in range(0, x.numel(), fixed.CHUNK):
+        h = x[start : start + fixed.CHUNK]
+        if residual is not None:
+            h = h + residual[start : start + fixed.CHUNK]
+        top = max(top, int(fixed.magnitude_bits(h).max()))
+        wide = fixed.padded(h, BLOCK).double()
+        three = torch.stack((wide, wide * wide, wide.abs()))
+        sums = fixed.fold_lanes(fixed.add_rows(three.view(3, -1, BLOCK // 16, 16)))
+        first = start // BLOCK
+        partials[first : first + sums.shape[1]] = sums.t().cpu()
+    return top

@@ -1,0 +1,212 @@
+"""Finds, loads and describes the native library.
+
+Looked for in this order: built into the wheel, beside this file; compiled once with the
+system's C compiler into the user's cache, under a name that holds the hash of the
+sources; otherwise there is none and the torch twins do the work. `status()` says which
+and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from weightgrad.errors import NativeError
+from weightgrad.kernels import build
+
+BACKENDS = ("native", "portable", "twin")
+
+
+@dataclass(frozen=True)
+class NativeStatus:
+    """Which kernels are in force."""
+
+    backend: str  # "native" or "twin"
+    isa: str  # "avx2", "portable" or "torch"
+    origin: str  # "wheel", "cache" or "none"
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.isa}): {self.reason}"
+
+
+class Quantizer(ctypes.Structure):
+    """`wg_quantizer` of wg.h."""
+
+    _fields_ = (
+        ("bucket", ctypes.c_uint64),
+        ("bits", ctypes.c_int32),
+        ("levels", ctypes.c_int32),
+        ("norm", ctypes.c_int32),
+        ("stochastic", ctypes.c_int32),
+        ("key", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+    )
+
+
+class Selection(ctypes.Structure):
+    """`wg_selection` of wg.h."""
+
+    _fields_ = (
+        ("above", ctypes.c_float),
+        ("below", ctypes.c_float),
+        ("momentum", ctypes.c_float),
+        ("first", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+    )
+
+
+_POINTER, _SIZE, _INT, _FLOAT, _DOUBLE = (
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_int,
+    ctypes.c_float,
+    ctypes.c_double,
+)
+# name: (result, arguments), as declared in csrc/
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "wg_isa": (_INT, ()),
+    "wg_force_isa": (_INT, (_INT,)),
+    "wg_quantize": (_SIZE, (_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER)),
+    "wg_dequantize": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _INT, _INT, _POINTER)),
+    "wg_moments": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _POINTER)),
+    "wg_ternary": (None, (_POINTER, _POINTER, _SIZE, _FLOAT, _SIZE, _SIZE, _POINTER)),
+    "wg_ternary_decode": (None, (_POINTER, _SIZE, _FLOAT, _INT, _POINTER)),
+    "wg_ternary_sums": (None, (_POINTER, _POINTER, _SIZE, _FLOAT, _POINTER)),
+    "wg_ternary_threshold": (None, (_POINTER, _SIZE, _FLOAT, _POINTER)),
+    "wg_level_sums": (None, (_POINTER, _POINTER, _SIZE, _FLOAT, _INT, _POINTER)),
+    "wg_onebit": (_INT, (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER)),
+    "wg_onebit_decode": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER)),
+    "wg_signs": (None, (_POINTER, _SIZE, _POINTER)),
+    "wg_scan": (_SIZE, (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER)),
+    "wg_keep_largest": (None, (_POINTER, _POINTER, _SIZE, _SIZE)),
+    "wg_scatter": (None, (_POINTER, _POINTER, _SIZE, _INT, _POINTER)),
+    "wg_columns_of": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _DOUBLE, *[_POINTER] * 6)),
+    "wg_entries_of": (_INT, (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER)),
+    "wg_pack": (None, (_POINTER, _SIZE, _INT, _POINTER)),
+    "wg_unpack": (None, (_POINTER, _SIZE, _INT, _POINTER)),
+    "wg_gap_costs": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER)),
+    "wg_pack_gaps": (None, (_POINTER, _SIZE, _INT, _POINTER, _POINTER)),
+    "wg_unpack_gaps": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _SIZE, _POINTER)),
+    "wg_elias": (_SIZE, (_POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER)),
+    "wg_elias_decode": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER)),
+    "wg_assign": (None, (_POINTER, _SIZE, _POINTER, _INT, _POINTER)),
+    "wg_lookup": (None, (_POINTER, _SIZE, _INT, _POINTER, _INT, _POINTER)),
+}
+
+
+def cache_folder() -> Path:
+    """Where a library compiled on this machine is kept, by the platform's convention."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "weightgrad"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightgrad"
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process compiles, the others wait for it. Where there is no flock, all compile."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def compiled_in_cache(folder: Path) -> Path:
+    """Path of the library in `folder`, compiled now if it is not there yet."""
+    path = folder / f"kernels-{build.source_hash()}-{build.library_name()}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise NativeError(f"{folder} belongs to another user: its library is not loaded")
+    if not path.exists():
+        with _locked(folder / ".lock"):
+            if not path.exists():
+                build.compile_library(path)
+    return path
+
+
+def _find() -> tuple[ctypes.CDLL | None, NativeStatus]:
+    bundled = Path(__file__).parent / build.library_name()
+    try:
+        if bundled.exists():
+            library, origin, reason = _load(bundled), "wheel", "built into the wheel"
+        else:
+            path = compiled_in_cache(cache_folder())
+            library, origin, reason = _load(path), "cache", f"compiled on this machine, {path.name}"
+    except (build.BuildError, NativeError, OSError, AttributeError) as error:
+        first = str(error).splitlines()[0]
+        return None, NativeStatus("twin", "torch", "none", f"no native library: {first}")
+    isa = "avx2" if library.wg_isa() else "portable"
+    return library, NativeStatus("native", isa, origin, reason)
+
+
+_found: tuple[ctypes.CDLL | None, NativeStatus] | None = None
+_forced: str | None = None
+
+
+def _library() -> tuple[ctypes.CDLL | None, NativeStatus]:
+    global _found
+    if _found is None:
+        _found = _find()
+    return _found
+
+
+def status() -> NativeStatus:
+    """Which kernels do the work now, and why."""
+    library, found = _library()
+    if library is None or _forced is None:
+        return found
+    if _forced == "twin":
+        return NativeStatus("twin", "torch", found.origin, "forced")
+    return NativeStatus("native", "avx2" if library.wg_isa() else "portable", found.origin, "forced")
+
+
+@contextlib.contextmanager
+def use(backend: str) -> Iterator[None]:
+    """Force one of BACKENDS for the whole process while the block runs (tests, benchmarks)."""
+    global _forced
+    if backend not in BACKENDS:
+        raise NativeError(f"backend {backend!r} is unknown; there are {', '.join(BACKENDS)}")
+    library, found = _library()
+    if backend != "twin" and library is None:
+        raise NativeError(f"backend {backend!r} is not available here: {found.reason}")
+    before = _forced
+    _forced = backend
+    if library is not None:
+        library.wg_force_isa(0 if backend == "portable" else -1)
+    try:
+        yield
+    finally:
+        _forced = before
+        if library is not None:
+            library.wg_force_isa(0 if before == "portable" else -1)
+
+
+def library_for(tensor: Tensor) -> ctypes.CDLL | None:
+    """The native library when it can work on this tensor's memory, else None."""
+    if _forced == "twin" or tensor.device.type != "cpu":
+        return None
+    return _library()[0]
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Address of a contiguous tensor's first element."""
+    return None if tensor is None else tensor.data_ptr()

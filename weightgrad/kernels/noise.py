@@ -1,0 +1,56 @@
+"""Noise without a generator: a hash of (key, element index).
+
+Rounding decisions must not depend on threads, chunks or devices, so an element's noise
+is a pure function of the 64-bit key and its index: a two-round multiplicative hash (the
+constants are Wellons' `lowbias32`) of a counter that serves two elements at a time,
+sixteen bits each. Sixteen bits make a rounding probability exact to 1/65536 of a level.
+The counter has 32 bits, so a tensor has at most MAX_ELEMENTS elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_ELEMENTS = 1 << 33
+_MASK64 = (1 << 64) - 1
+
+
+def mix(key: int) -> int:
+    """Spread a key over all 64 bits (SplitMix64's finalizer): near keys, unrelated noise."""
+    key = (key + 0x9E3779B97F4A7C15) & _MASK64
+    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return key ^ (key >> 31)
+
+
+def derive(seed: int, *parts: int) -> int:
+    """A key for each combination of integers, e.g. derive(seed, site, round, tensor)."""
+    key = mix(seed & _MASK64)
+    for part in parts:
+        key = mix(key ^ (part & _MASK64))
+    return key
+
+
+def signed32(value: int) -> int:
+    """The low 32 bits, as the int32 with the same bits."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def noise16(key: int, first: int, n: int, device: torch.device) -> Tensor:
+    """Noise of elements first .. first+n-1 as int32 in 0..65535; `first` is a multiple of 16."""
+    groups = -(-n // 16)
+    counter = first >> 4 << 3
+    x = torch.arange(groups * 8, dtype=torch.int32, device=device)
+    x += signed32(counter)
+    x ^= signed32(key)
+    x ^= (x >> 16) & 0xFFFF
+    x *= signed32(0x7FEB352D)
+    x ^= signed32(key >> 32)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= signed32(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    x = x.view(groups, 8)
+    both = torch.stack((x & 0xFFFF, (x >> 16) & 0xFFFF), dim=1)
+    return both.view(-1)[:n]

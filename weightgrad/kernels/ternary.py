@@ -1,0 +1,188 @@
+"""Ternary values at 1.6 bits: five trits a byte.
+
+Gradients (TernGrad): h is clipped to +-scale and becomes +-scale with probability
+|h|/scale, else 0. Weights (loss-aware): the sign where |w| is above a threshold.
+
+Packing: a group of m <= 160 elements takes w = ceil(m/5) bytes; byte j holds elements
+j, j+w, .. j+4w, the first in the lowest base-3 place. Only the last group of a tensor
+is short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from ctypes import CDLL
+
+import torch
+from torch import Tensor
+
+from weightgrad.kernels import fixed, native, noise, threads
+from weightgrad.kernels.moments import BLOCK
+
+GROUP = 160
+_STEP = fixed.CHUNK // GROUP * GROUP
+
+
+def packed_bytes(n: int) -> int:
+    """Bytes that n trits take."""
+    return n // GROUP * 32 + -(-(n % GROUP) // 5)
+
+
+def ternary(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:
+    """Stochastic ternary codes of x, or of x + residual, which then keeps the error."""
+    lib = native.library_for(x)
+    if lib is None:
+        _ternary_twin(x, residual, scale, key, codes)
+        return
+
+    def work(start: int, stop: int) -> None:
+        add = None if residual is None else residual.data_ptr() + 4 * start
+        at = codes.data_ptr() + start // 5
+        lib.wg_ternary(x.data_ptr() + 4 * start, add, stop - start, scale, key, start, at)
+
+    threads.run_split(x.numel(), GROUP, work)
+
+
+def threshold_codes(w: Tensor, threshold: float, codes: Tensor) -> None:
+    """Codes of sign(w) where |w| > threshold."""
+    lib = native.library_for(w)
+    if lib is None:
+        for start in range(0, w.numel(), _STEP):
+            piece = w[start : start + _STEP]
+            trits = 1 + (piece > threshold).to(torch.uint8) - (piece < -threshold).to(torch.uint8)
+            _store(codes, start, trits)
+        return
+
+    def work(start: int, stop: int) -> None:
+        at = codes.data_ptr() + start // 5
+        lib.wg_ternary_threshold(w.data_ptr() + 4 * start, stop - start, threshold, at)
+
+    threads.run_split(w.numel(), GROUP, work)
+
+
+def ternary_decode(codes: Tensor, n: int, scale: float, out: Tensor, mode: int = fixed.STORE) -> None:
+    """out (mode)= (trit - 1) * scale."""
+    lib = native.library_for(out)
+    if lib is None:
+        factor = torch.tensor(scale, dtype=torch.float32, device=out.device)
+        for start in range(0, n, _STEP):
+            m = min(_STEP, n - start)
+            trits = unpack_trits(codes[start // 5 : start // 5 + packed_bytes(m)], m)
+            fixed.put(out[start : start + m], (trits.to(torch.float32) - 1.0) * factor, mode)
+        return
+
+    def work(start: int, stop: int) -> None:
+        at = codes.data_ptr() + start // 5
+        lib.wg_ternary_decode(at, stop - start, scale, mode, out.data_ptr() + 4 * start)
+
+    threads.run_split(n, GROUP, work)
+
+
+def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> tuple[float, float]:
+    """(sum D*|w|, sum D) over |w| > threshold; D is one where there is no curvature."""
+
+    def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        size = piece.abs()
+        kept = size > threshold
+        zero = torch.zeros_like(size)
+        return torch.where(kept, d * size, zero), torch.where(kept, d, zero)
+
+    def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> None:
+        lib.wg_ternary_sums(w_at, d_at, n, threshold, sums_at)
+
+    return _weighted_sums(w, curvature, twin, call)
+
+
+def level_sums(w: Tensor, curvature: Tensor | None, alpha: float, levels: int) -> tuple[float, float]:
+    """(sum D*b*w, sum D*b*b) where b is the level of w, -levels .. levels, on a ruler of +-alpha."""
+
+    def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        rule = fixed.ruler(torch.full((1,), alpha, device=piece.device), levels)
+        b = (fixed.level_of(piece, rule, levels, 0x8000, clamp=True) - levels).to(torch.float32)
+        weighted = d * b
+        return weighted * piece, weighted * b
+
+    def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> None:
+        lib.wg_level_sums(w_at, d_at, n, alpha, levels, sums_at)
+
+    return _weighted_sums(w, curvature, twin, call)
+
+
+def _weighted_sums(
+    w: Tensor,
+    curvature: Tensor | None,
+    twin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    call: Callable[[CDLL, int, int | None, int, int], None],
+) -> tuple[float, float]:
+    """Two exactly repeatable sums over a tensor and its weights."""
+    n = w.numel()
+    partials = torch.zeros(-(-n // BLOCK), 2, dtype=torch.float64)
+    lib = native.library_for(w)
+    if lib is None:
+        for start in range(0, n, fixed.CHUNK):
+            piece = w[start : start + fixed.CHUNK]
+            d = torch.ones_like(piece) if curvature is None else curvature[start : start + fixed.CHUNK]
+            both = torch.stack([fixed.padded(part, BLOCK).double() for part in twin(piece, d)])
+            sums = fixed.fold_lanes(fixed.add_rows(both.view(2, -1, BLOCK // 16, 16)))
+            partials[start // BLOCK : start // BLOCK + sums.shape[1]] = sums.t().cpu()
+    else:
+
+        def work(start: int, stop: int) -> None:
+            d = None if curvature is None else curvature.data_ptr() + 4 * start
+            call(lib, w.data_ptr() + 4 * start, d, stop - start, partials.data_ptr() + start // BLOCK * 16)
+
+        threads.run_split(n, BLOCK, work)
+    first, second = (math.fsum(column) for column in partials.t().tolist())
+    return first, second
+
+
+def _ternary_twin(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:
+    rule = fixed.ruler(torch.full((1,), scale, device=x.device), 1)
+    for start in range(0, x.numel(), _STEP):
+        h = x[start : start + _STEP]
+        if residual is not None:
+            h = h + residual[start : start + _STEP]
+        grain = noise.noise16(key, start, h.numel(), x.device)
+        code = fixed.level_of(h.clamp(-scale, scale), rule, 1, grain, clamp=False)
+        if residual is not None:
+            residual[start : start + _STEP] = h - (code - 1).to(torch.float32) * rule.scale
+        _store(codes, start, code.to(torch.uint8))
+
+
+def _store(codes: Tensor, start: int, trits: Tensor) -> None:
+    packed = pack_trits(trits)
+    codes[start // 5 : start // 5 + packed.numel()] = packed
+
+
+def pack_trits(trits: Tensor) -> Tensor:
+    """Trits (uint8) -> bytes."""
+    whole = trits.numel() // GROUP * GROUP
+    rest = trits[whole:]
+    width = -(-rest.numel() // 5)
+    short = fixed.padded(rest, 5 * width or 1).view(1, 5, -1) if width else rest.view(0, 5, 0)
+    parts = [_horner(trits[:whole].view(-1, 5, 32)), _horner(short)]
+    return torch.cat(parts)
+
+
+def _horner(digits: Tensor) -> Tensor:
+    """(groups, 5, width) trits -> bytes, the first in the lowest place."""
+    byte = digits[:, 4]
+    for k in range(3, -1, -1):
+        byte = byte * 3 + digits[:, k]
+    return byte.reshape(-1)
+
+
+def unpack_trits(codes: Tensor, n: int) -> Tensor:
+    """Bytes -> n trits (uint8)."""
+    groups = n // GROUP
+    parts = []
+    for part, width, count in (
+        (codes[: groups * 32], 32, groups * GROUP),
+        (codes[groups * 32 :], codes.numel() - groups * 32, n - groups * GROUP),
+    ):
+        if count:
+            rows = part.view(-1, width)
+            digits = torch.stack([rows // 3**k % 3 for k in range(5)], dim=1)
+            parts.append(digits.view(-1)[:count])
+    return torch.cat(parts) if parts else codes[:0]
