@@ -1,0 +1,1 @@
+"""Measurements into tables and pages."""

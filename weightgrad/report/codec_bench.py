@@ -1,0 +1,165 @@
+"""How fast and how true every codec is: the table behind `weightgrad bench codecs`.
+
+Speed is fp32 bytes of the tensor divided by the best of several interleaved repeats, and its
+ratio to `torch.Tensor.copy_` of the same tensor, taken in the same repeats: machines differ and
+are shared, ratios hardly. Buffers are reused, as the runtime does; the tensor is a square
+matrix, because some codecs work on columns. Two tensors take turns, so that error feedback never
+sees the same one twice in a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from weightgrad import kernels
+from weightgrad.codecs import Codec, Payload, State, decode, parse
+from weightgrad.errors import EncodeError
+from weightgrad.wire import frame_bytes
+
+SPECS = (
+    "fp32",
+    "fp16",
+    "bf16",
+    "qsgd(bits=2)",
+    "qsgd(bits=3)",
+    "qsgd(bits=4)",
+    "qsgd(bits=8)",
+    "qsgd(bits=4, rounding='nearest')",
+    "qsgd(bits=4, norm='l2')",
+    "elias(bits=2)",
+    "terngrad(clip=2.5)",
+    "sign()",
+    "clip(2.5) > qsgd(bits=4)",
+    "ef(qsgd(bits=2))",
+    "ef(qsgd(bits=4))",
+    "ef(qsgd(bits=8))",
+    "ef(terngrad(clip=2.5))",
+    "onebit()",
+    "adaptive(pi=64)",
+    "topk(0.01)",
+    "threshold(3.0)",
+    "ef(topk(0.01))",
+    "ef(topk(0.001))",
+    "ef(topk(0.01, exact=False))",
+    "ef(topk(0.01) > qsgd(bits=4))",
+    "dgc(fraction=0.001)",
+    "powersgd(rank=2)",
+    "lossaware(bits='ternary')",
+    "lossaware(bits=1)",
+    "lossaware(bits=4)",
+    "codebook(bits=4)",
+)
+# What the native kernels must reach on one thread, as ratios to copy_: (encode, decode).
+TARGETS: dict[str, tuple[float | None, float | None]] = {
+    "qsgd(bits=2)": (1.2, 1.4),
+    "qsgd(bits=4)": (1.2, 1.4),
+    "qsgd(bits=8)": (1.2, 1.4),
+    "terngrad(clip=2.5)": (0.6, 1.4),
+    "ef(qsgd(bits=2))": (0.65, 1.4),
+    "ef(qsgd(bits=4))": (0.65, 1.4),
+    "ef(qsgd(bits=8))": (0.65, 1.4),
+    "onebit()": (0.75, 1.4),
+    "adaptive(pi=64)": (0.75, None),
+    "ef(topk(0.01))": (0.75, None),
+    "ef(topk(0.001))": (0.75, None),
+    "dgc(fraction=0.001)": (0.4, None),
+    "lossaware(bits='ternary')": (0.25, 1.4),
+}
+TWIN_TARGET = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """One codec on one backend."""
+
+    codec: str
+    backend: str
+    encode_gb_s: float
+    decode_gb_s: float
+    encode_vs_copy: float
+    decode_vs_copy: float
+    bits_per_element: float
+    relative_error: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def square(size_mb: float, seed: int = 0) -> Tensor:
+    """A square float32 matrix of about this many megabytes of normal values."""
+    side = max(8, round((size_mb * 1e6 / 4) ** 0.5 / 8) * 8)
+    return torch.randn(side, side, generator=torch.Generator().manual_seed(seed))
+
+
+class _Subject:
+    """A codec with what it needs to be timed again and again."""
+
+    def __init__(self, spec: str, inputs: tuple[Tensor, Tensor]) -> None:
+        self.codec: Codec = parse(spec)
+        self.spec = spec
+        self.inputs = inputs
+        self.calls = 0
+        self.encode_best = self.decode_best = float("inf")
+        self.state: State = self.codec.init(inputs[0])
+        self.room: Tensor | None = None
+        self.payload: Payload = self._encode()  # also warms up
+        first = decode(self.payload)
+        self.error = float((first - inputs[0]).norm() / inputs[0].norm())
+        self.bits = 8 * frame_bytes(self.payload) / inputs[0].numel()
+        try:
+            self.room = torch.zeros(self.payload.body.numel(), dtype=torch.uint8)
+            self._encode()
+        except EncodeError:
+            self.room = None
+
+    def _encode(self) -> Payload:
+        x = self.inputs[self.calls % 2]
+        self.calls += 1
+        self.payload, self.state = self.codec.encode(x, self.state, self.calls, out=self.room)
+        return self.payload
+
+    def repeat(self, target: Tensor) -> None:
+        """One timed encode and decode."""
+        self.encode_best = min(self.encode_best, seconds(self._encode))
+        self.decode_best = min(self.decode_best, seconds(lambda: decode(self.payload, out=target)))
+
+
+def measure(
+    specs: tuple[str, ...], *, size_mb: float = 100, backend: str = "native", repeats: int = 5
+) -> Iterator[Row]:
+    """Rows for these codecs, as they are finished."""
+    inputs = (square(size_mb, 0), square(size_mb, 1))
+    target, copied = torch.zeros_like(inputs[0]), torch.zeros_like(inputs[0])
+    gigabytes = inputs[0].numel() * 4 / 1e9
+    with kernels.use(backend):
+        for spec in specs:
+            subject = _Subject(spec, inputs)
+            copy = float("inf")
+            for _ in range(repeats):
+                copy = min(copy, seconds(lambda: copied.copy_(inputs[0])))
+                subject.repeat(target)
+            yield Row(
+                str(subject.codec),
+                backend,
+                gigabytes / subject.encode_best,
+                gigabytes / subject.decode_best,
+                copy / subject.encode_best,
+                copy / subject.decode_best,
+                subject.bits,
+                subject.error,
+            )
+
+
