@@ -9,7 +9,9 @@ nothing is kept costs two bytes.
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +23,7 @@ from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.registry import floats, register, sections, unpack_params
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import BodyContentError
-from weightgrad.kernels import csc as kernel
-from weightgrad.kernels import fixed, noise, select
+from weightgrad.kernels import csc, fixed, noise, select
 
 PARAMS = "<QQ"  # entries, columns that have any
 _SAMPLE = 1 << 16
@@ -46,58 +47,96 @@ class Adaptive(Codec):
         return self.feedback
 
     def init(self, like: Tensor) -> State:
-        """The error: what was not sent."""
+        """`held` is what was to be sent; the last call's means and thresholds say what was."""
         if not self.feedback:
             return {}
-        return {"residual": torch.zeros(like.numel(), dtype=torch.float32, device=like.device)}
+        grid = matrix_grid(tuple(like.shape))
+        return {
+            "held": torch.zeros(like.numel(), dtype=torch.float32, device=like.device),
+            "means": torch.zeros(grid.tiles, 2, grid.cols, dtype=torch.float32, device=like.device),
+            "thresholds": torch.tensor([math.inf, -math.inf], dtype=torch.float32),
+        }
+
+    def error(self, like: Tensor, state: State) -> Tensor:
+        """The error that a state carries for tensors like this one."""
+        return self._sent(state).lost(state["held"], matrix_grid(tuple(like.shape))).view(like.shape)
+
+    def _sent(self, state: State) -> select.Sent:
+        above, below = state["thresholds"].tolist()
+        return select.Sent(select.Thresholds(above, below), state["means"])
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
+        flat, grid = flat32(x), matrix_grid(tuple(x.shape))
+        n = flat.numel()
         if not self.feedback:
-            flat = flat32(x)
-            return self._encode(x, None, flat, key, keep_error=False), state
-        residual = state_tensor(state, "residual", (x.numel(),), self)
-        return self._encode(x, flat32(x), residual, key, keep_error=True), state
+            limits = self._thresholds(select.line_sample([flat], self._sample(n), noise.mix(key))[0])
+            found = self._complete(lambda room: select.scan(None, flat, None, 0.0, limits, room), n)
+            if found.done < n:
+                raise not_finite(flat)
+            return self._pack(x, csc.columns_of(found.indices, found.values, grid, None)), state
+        held = state_tensor(state, "held", (n,), self)
+        means = state_tensor(state, "means", (grid.tiles, 2, grid.cols), self)
+        state_tensor(state, "thresholds", (2,), self)
+        sent = self._sent(state)
+        limits = self._thresholds(self._lazy_sample(flat, held, sent, key))
+        found = select.scan_columns(flat, held, sent, grid, limits, self._room(n))
+        if found.done < n:
+            rest = sent.lost(held, grid)
+            held[: found.done] -= flat[: found.done]
+            held[found.done :] = rest[found.done :]
+            means.zero_()
+            raise not_finite(flat)
+        found = self._complete(lambda room: select.scan(None, held, None, 0.0, limits, room), n, found)
+        columns = csc.columns_of(found.indices, found.values, grid, None)
+        means.copy_(columns.means.view(grid.tiles, grid.cols, 2).transpose(1, 2))
+        passed = torch.tensor([limits.above, limits.below], dtype=torch.float32)
+        return self._pack(x, columns), {"held": held, "means": means, "thresholds": passed}
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
-        """With a residual of the caller's."""
-        return self._encode(x, flat32(x), residual, key, keep_error=True), state
+        """With a residual of the caller's: what was sent leaves it at once."""
+        flat, n = flat32(x), x.numel()
+        limits = self._thresholds(select.sample(flat, residual, None, 0.0, self._sample(n), noise.mix(key)))
+        found = select.scan(flat, residual, None, 0.0, limits, self._room(n))
+        if found.done < n:
+            residual[: found.done] -= flat[: found.done]
+            raise not_finite(flat)
+        found = self._complete(lambda room: select.scan(None, residual, None, 0.0, limits, room), n, found)
+        columns = csc.columns_of(found.indices, found.values, matrix_grid(tuple(x.shape)), residual)
+        return self._pack(x, columns), state
 
-    def _thresholds(self, step: Tensor | None, held: Tensor, key: int) -> select.Thresholds:
-        """tau+ and tau- from a sample: the magnitude above which 1/pi of each sign lies."""
-        size = min(held.numel(), max(_SAMPLE, int(1024 * self.pi)))
-        sample = select.sample(step, held, None, 0.0, size, noise.mix(key ^ 0x5A))
+    def _sample(self, n: int) -> int:
+        return min(n, max(_SAMPLE, int(1024 * self.pi)))
+
+    def _room(self, n: int) -> int:
+        return min(n, int(1.5 * n / self.pi) + 1024)
+
+    def _complete(
+        self, scan: Callable[[int], select.Selected], n: int, found: select.Selected | None = None
+    ) -> select.Selected:
+        """The scan's list, made again with more room if it did not fit."""
+        found = scan(self._room(n)) if found is None else found
+        return found if found.complete else scan(found.count)
+
+    def _lazy_sample(self, flat: Tensor, held: Tensor, sent: select.Sent, key: int) -> Tensor:
+        """A sample of x + error, where the error of what was sent is taken as zero: it is small."""
+        error, step = select.line_sample([held, flat], self._sample(flat.numel()), noise.mix(key))
+        gone = (error >= sent.thresholds.above) | (error <= sent.thresholds.below)
+        return torch.where(gone, torch.zeros_like(error), error) + step
+
+    def _thresholds(self, sample: Tensor) -> select.Thresholds:
+        """tau+ and tau-: the magnitude above which 1/pi of each sign lies."""
         limits = []
         for part in (sample[sample > 0], -sample[sample < 0]):
-            kept = round(part.numel() / self.pi)
-            if part.numel() == 0:
-                limits.append(float("inf"))
-            else:
-                rank = part.numel() - max(1, kept) + 1
-                limits.append(float(torch.kthvalue(part, rank).values))
+            kept = max(1, round(part.numel() / self.pi))
+            bits = select.kth_largest(fixed.magnitude_bits(part), kept) if part.numel() else fixed.INFINITY_BITS
+            limits.append(fixed.float_of_bits(bits))
         return select.Thresholds(limits[0], -limits[1])
 
-    def _encode(self, x: Tensor, step: Tensor | None, held: Tensor, key: int, *, keep_error: bool) -> Payload:
-        grid = matrix_grid(tuple(x.shape))
-        n = held.numel()
-        if n:
-            thresholds = self._thresholds(step, held, key)
-            room = min(n, int(2 * n / self.pi) + 1024)
-            found = select.scan(step, held, None, 0.0, thresholds, room)
-            if found.done < n:
-                if step is not None:
-                    held[: found.done] -= step[: found.done]
-                raise not_finite(flat32(x))
-            if not found.complete:
-                found = select.scan(None, held, None, 0.0, thresholds, found.count)
-            indices, values = found.indices, found.values
-        else:
-            indices, values = torch.empty(0, dtype=torch.int64), torch.empty(0)
-        columns = kernel.columns_of(indices, values, grid, held if keep_error else None)
-        used = columns.counts > 0
-        means = columns.means[used]
+    def _pack(self, x: Tensor, columns: csc.Columns) -> Payload:
+        means = columns.means[columns.counts > 0]
         parts = [means.view(-1), columns.counts.to(torch.int16), columns.entries]
         body = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
         params = struct.pack(PARAMS, columns.entries.numel(), means.shape[0])
@@ -119,7 +158,7 @@ def decode_adaptive(payload: Payload, out: Tensor, mode: int) -> None:
     means = torch.zeros(slots, 2, dtype=torch.float32, device=out.device)
     means[some] = floats(mean_bytes).view(-1, 2)
     codes = entry_bytes if entry_bytes.storage_offset() % 2 == 0 else entry_bytes.clone()
-    placed = kernel.entries_of(kernel.Columns(counts, means, codes.view(torch.int16)), grid)
+    placed = csc.entries_of(csc.Columns(counts, means, codes.view(torch.int16)), grid)
     if placed is None:
         raise BodyContentError("adaptive: an entry lies outside its column, or rows do not ascend")
     if mode == fixed.STORE:

@@ -18,7 +18,8 @@ from torch import Tensor
 from weightgrad.codecs.payload import Payload
 from weightgrad.errors import EncodeError, NonFiniteError, SpecError, StateError
 from weightgrad.kernels import MAX_ELEMENTS
-from weightgrad.kernels.moments import moments
+from weightgrad.kernels.fixed import INFINITY_BITS
+from weightgrad.kernels.moments import largest_bits
 
 State: TypeAlias = dict[str, Tensor]
 """Named tensors, nothing else, so that a checkpoint can hold it. Empty for most codecs."""
@@ -129,7 +130,7 @@ def flat32(x: Tensor) -> Tensor:
 
 def require_finite(flat: Tensor) -> None:
     """Raise NonFiniteError naming the first element that is NaN or Inf."""
-    if flat.dtype == torch.float32 and moments(flat).finite:
+    if flat.dtype == torch.float32 and largest_bits(flat) < INFINITY_BITS:
         return
     bad = (~torch.isfinite(flat)).nonzero()
     if bad.numel():

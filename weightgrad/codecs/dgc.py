@@ -78,9 +78,9 @@ class Dgc(Stage):
             if norm > self.clip:
                 flat = flat * (self.clip / norm)
         carried = Carried(flat, residual, velocity, self.momentum)
-        indices, values = largest(carried, entries_for(self.fraction_at(step), n), key)
-        payload, inner = pack_entries(indices, values, x, self.then, key)
-        leave_error(inner, indices, values, residual)
-        select.scatter(indices, None, velocity)
+        chosen = largest(carried, entries_for(self.fraction_at(step), n), key)
+        payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key)
+        leave_error(inner, chosen, residual)
+        select.scatter(chosen.indices, None, velocity)
         new = {"velocity": velocity, "residual": residual, "step": torch.tensor(step + 1, dtype=torch.int64)}
         return payload, new

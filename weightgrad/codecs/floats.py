@@ -17,8 +17,10 @@ from weightgrad.codecs.registry import register, sections, unpack_params
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import RangeError
 from weightgrad.kernels import fixed
+from weightgrad.kernels.moments import largest_bits
 
-_CHUNK = 1 << 18
+# Bits of the largest float32 that still rounds to a finite value.
+_LARGEST = {torch.float32: 0x7F7FFFFF, torch.float16: 0x477FEFFF, torch.bfloat16: 0x7F7F7FFF}
 
 
 def _encode(name: str, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Payload:
@@ -26,14 +28,12 @@ def _encode(name: str, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Pay
     flat = flat32(x)
     body = body_room(out, flat.numel() * dtype.itemsize, flat.device)
     typed = body.view(dtype)
-    exponent = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}[dtype]
-    bits = typed.view(torch.int32 if dtype == torch.float32 else torch.int16)
-    for start in range(0, flat.numel(), _CHUNK):
-        piece = slice(start, start + _CHUNK)
-        typed[piece] = flat[piece]
-        if int((bits[piece] & exponent).max()) >= exponent:
+    for start in range(0, flat.numel(), fixed.CHUNK):
+        piece = flat[start : start + fixed.CHUNK]
+        typed[start : start + fixed.CHUNK] = piece
+        if largest_bits(piece) > _LARGEST[dtype]:
             require_finite(flat)
-            place = start + int(((bits[piece] & exponent) == exponent).nonzero()[0])
+            place = start + int(piece.abs().argmax())
             raise RangeError(f"element {place} is {float(flat[place])}, too large for {name}; use bf16 or fp32")
     return Payload(name, x.dtype, tuple(x.shape), b"", body)
 
@@ -47,8 +47,8 @@ def _decode(dtype: torch.dtype, payload: Payload, out: Tensor, mode: int) -> Non
     if mode == fixed.STORE:
         out.copy_(typed)
         return
-    for start in range(0, out.numel(), _CHUNK):
-        piece = slice(start, start + _CHUNK)
+    for start in range(0, out.numel(), fixed.CHUNK):
+        piece = slice(start, start + fixed.CHUNK)
         fixed.put(out[piece], typed[piece].to(torch.float32), mode)
 
 

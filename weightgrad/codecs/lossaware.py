@@ -35,7 +35,7 @@ from weightgrad.errors import EncodeError, SpecError
 from weightgrad.kernels import bits as bitstream
 from weightgrad.kernels import bucket, columns, fixed, select, ternary
 
-_SAMPLE = 1 << 15
+_SAMPLE = 1 << 14
 _ROUNDS = 10
 _TOLERANCE = 5e-3
 
@@ -99,15 +99,9 @@ class LossAware(Codec):
     ) -> tuple[Payload, State]:
         """See Codec.encode. `curvature` is D, positive, of the same shape."""
         w = flat32(x)
-        require_finite(w)
         d = None if curvature is None else flat32(curvature)
-        if d is not None:
-            require_finite(d)
-            if d.shape != w.shape or (d.numel() and float(d.min()) < 0):
-                raise EncodeError(
-                    f"curvature must be non-negative and shaped like the weights: got "
-                    f"{list(curvature.shape if curvature is not None else ())} for {list(x.shape)}"
-                )
+        if d is not None and (curvature is None or curvature.shape != x.shape):
+            raise EncodeError(f"curvature must be shaped like the weights {list(x.shape)}, got {list(d.shape)}")
         rows = x.shape[0] if self.per == "row" and x.dim() >= 2 and x.numel() else 1
         group = max(1, w.numel() // rows)
         encode = self._rows if rows > 1 else self._tensor
@@ -118,7 +112,7 @@ class LossAware(Codec):
 
     def _tensor(self, w: Tensor, d: Tensor | None, group: int) -> tuple[str, bytes, Tensor]:
         if self.bits == 1:
-            alpha = _ratio(ternary.kept_sums(w, d, -1.0))
+            alpha = _checked(ternary.kept_sums(w, d, -1.0), w, d)
             return "sign", struct.pack(SIGN, group), _body([alpha] if w.numel() else [], _sign_bits(w))
         if self.bits == "ternary":
             return self._ternary_tensor(w, d, group)
@@ -132,12 +126,12 @@ class LossAware(Codec):
         if self.exact:
             some, weights, rounds = w, _ones(w, d), 1
         else:
-            some, weights = select.line_sample([w, _ones(w, d) if d is None else d], _SAMPLE, w.numel())
+            some, weights = _sample(w, d)
             rounds = _ROUNDS
         alpha = float(exact_ternary(some[None], weights[None])[0])
         for _ in range(rounds):
             threshold = _float32(alpha / 2)
-            before, alpha = alpha, _ratio(ternary.kept_sums(w, d, threshold))
+            before, alpha = alpha, _checked(ternary.kept_sums(w, d, threshold), w, d)
             if abs(alpha - before) <= _TOLERANCE * before:
                 break
         ternary.threshold_codes(w, threshold, codes)
@@ -149,12 +143,12 @@ class LossAware(Codec):
         codes = torch.empty(-(-n * stored // 8), dtype=torch.uint8, device=w.device)
         if n == 0:
             return "uniform", params, codes
-        some, weights = select.line_sample([w, _ones(w, d) if d is None else d], _SAMPLE, n)
+        some, weights = _sample(w, d)
         step = float(alternate_levels(some[None], weights[None], levels)[0])
         for _ in range(_ROUNDS):
             ruler_step = _float32(step)
             alpha = _float32(ruler_step * levels)
-            before, step = step, _ratio(ternary.level_sums(w, d, alpha, levels))
+            before, step = step, _checked(ternary.level_sums(w, d, alpha, levels), w, d)
             if abs(step - before) <= _TOLERANCE * before:
                 break
         scale = torch.tensor([ruler_step], dtype=torch.float32, device=w.device)
@@ -167,6 +161,7 @@ class LossAware(Codec):
     # One scale a row: all rows at once.
 
     def _rows(self, w: Tensor, d: Tensor | None, group: int) -> tuple[str, bytes, Tensor]:
+        _require_good(w, d)
         table, weights = w.view(-1, group), _ones(w, d).view(-1, group)
         if self.bits == 1:
             alpha = (weights * table.abs()).double().sum(1) / weights.double().sum(1).clamp(min=1e-300)
@@ -188,8 +183,25 @@ class LossAware(Codec):
         return "uniform", struct.pack(UNIFORM, width, group), _body(scale, codes)
 
 
-def _ratio(sums: tuple[float, float]) -> float:
-    return sums[0] / sums[1] if sums[1] > 0 else 0.0
+def _checked(sums: ternary.WeightedSums, w: Tensor, d: Tensor | None) -> float:
+    """The least squares scale; an error that names the element when something is not finite."""
+    if not sums.finite:
+        _require_good(w, d)
+    return sums.ratio
+
+
+def _require_good(w: Tensor, d: Tensor | None) -> None:
+    require_finite(w)
+    if d is not None:
+        require_finite(d)
+        if d.numel() and float(d.min()) < 0:
+            raise EncodeError(f"curvature must not be negative: element {int(d.argmin())} is {float(d.min())}")
+
+
+def _sample(w: Tensor, d: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and curvatures at the same sampled places."""
+    some = select.line_sample([w] if d is None else [w, d], _SAMPLE, w.numel())
+    return some[0], _ones(some[0], None) if d is None else some[1]
 
 
 def _ones(w: Tensor, d: Tensor | None) -> Tensor:

@@ -92,12 +92,19 @@ class PowerSgd(Codec):
         if rank == 0:
             return Payload("lowrank", x.dtype, shape, struct.pack(PARAMS, 0), flat.clone().view(torch.uint8)), {"q": q}
         matrix = flat.view(rows, cols)
-        p = torch.linalg.qr(matrix @ q).Q
-        q = matrix.t() @ p
+        p = torch.linalg.qr(_product(matrix, q)).Q
+        q = _product(matrix.t(), p)
         if not bool(torch.isfinite(q).all() and torch.isfinite(p).all()):
             raise RangeError("powersgd: the products of these values overflow float32; scale the tensor down")
         body = torch.cat((p.reshape(-1), q.reshape(-1))).view(torch.uint8)
         return Payload("lowrank", x.dtype, shape, struct.pack(PARAMS, rank), body), {"q": q}
+
+
+def _product(matrix: Tensor, thin: Tensor) -> Tensor:
+    """matrix @ thin. A few matrix-vector products run at the speed of memory; a thin GEMM does not."""
+    if thin.shape[1] > 8:
+        return matrix @ thin
+    return torch.stack([torch.mv(matrix, thin[:, k]) for k in range(thin.shape[1])], dim=1)
 
 
 @register("lowrank", 10, PARAMS, ("rank",))

@@ -16,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, not_fi
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.spec import codec
-from weightgrad.errors import BodyContentError, ParamsError, SpecError
+from weightgrad.errors import BodyContentError, EncodeError, ParamsError, SpecError
 from weightgrad.kernels import bits, fixed, noise, select
 
 PARAMS = "<QQBBBx"  # entries, bits of the unary stream, Rice?, width, format of the values
@@ -91,6 +93,14 @@ def decode_sparse(payload: Payload, out: Tensor, mode: int) -> None:
     select.scatter(indices, values, out, mode)
 
 
+class Chosen(NamedTuple):
+    """Entries to send, in order. `cleared`: they are zero already where they came from."""
+
+    indices: Tensor
+    values: Tensor
+    cleared: bool
+
+
 @dataclass(frozen=True)
 class Carried:
     """What a selection looks at: h = held (+ x), or with momentum (see kernels.select)."""
@@ -100,17 +110,27 @@ class Carried:
     velocity: Tensor | None = None
     momentum: float = 0.0
 
+    @property
+    def clears(self) -> bool:
+        """With error feedback alone, a scan can clear what it lists on its way."""
+        return self.x is not None and self.velocity is None
+
     def scan(self, thresholds: select.Thresholds, room: int) -> select.Selected:
         """The pass that also advances `held`; call once, then `again`."""
-        found = select.scan(self.x, self.held, self.velocity, self.momentum, thresholds, room)
+        found = select.scan(
+            self.x, self.held, self.velocity, self.momentum, thresholds, room, clear=self.clears
+        )
         if found.done < self.held.numel():
+            if self.clears:
+                select.scatter(found.indices, found.values, self.held)
             self._roll_back(found.done)
             raise not_finite(self.held if self.x is None else self.x)
         return found
 
-    @property
-    def again(self) -> Carried:
-        """The same after it has been advanced."""
+    def again(self, found: select.Selected) -> Carried:
+        """The same after a scan that was not good enough."""
+        if self.clears:
+            select.scatter(found.indices, found.values, self.held)
         return Carried(None, self.held)
 
     def _roll_back(self, done: int) -> None:
@@ -127,32 +147,31 @@ class Carried:
             speed.div_(self.momentum)
 
 
-def largest(carried: Carried, k: int, key: int) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude, in order: (indices, values)."""
+def largest(carried: Carried, k: int, key: int) -> Chosen:
+    """The k entries of largest magnitude."""
     n = carried.held.numel()
     if n == 0:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0)
-    sample = select.sample(
-        carried.x, carried.held, carried.velocity, carried.momentum, _SAMPLE, noise.mix(key ^ 0xA5)
+        return Chosen(torch.empty(0, dtype=torch.int64, device=carried.held.device), carried.held, True)
+    sizes = fixed.magnitude_bits(
+        select.sample(carried.x, carried.held, carried.velocity, carried.momentum, _SAMPLE, noise.mix(key ^ 0xA5))
     )
-    sizes = fixed.magnitude_bits(sample)
-    expected = k * sizes.numel() / n
-    rank = expected if sizes.numel() == n else expected + 4 * math.sqrt(expected) + 8
-    view, thresholds = carried, select.Thresholds.magnitude(0.0)
+    rank = k * sizes.numel() / n
+    if sizes.numel() < n:  # a sample: stay on the safe side of k
+        rank += 4 * math.sqrt(rank) + 8
     room = min(n, int(1.2 * rank * n / sizes.numel()) + 1024)
     while True:
-        place = sizes.numel() - min(sizes.numel(), max(1, math.ceil(rank))) + 1
-        limit = float(torch.kthvalue(sizes, place).values.view(torch.float32))
-        thresholds = select.Thresholds.magnitude(limit if math.ceil(rank) < sizes.numel() or sizes.numel() == n else 0.0)
-        found = view.scan(thresholds, room)
-        view = carried.again
-        if found.count < k:
-            rank *= 2
-            room = n if thresholds.above == 0.0 else min(n, 2 * room)
-            continue
-        if not found.complete:
-            found = view.scan(thresholds, found.count)
-        return select.keep_largest(found.indices, found.values, k)
+        place = math.ceil(rank)
+        limit = 0.0 if place > sizes.numel() else fixed.float_of_bits(select.kth_largest(sizes, place))
+        found = carried.scan(select.Thresholds.magnitude(limit), room)
+        if found.count >= k and found.complete:
+            break
+        carried = carried.again(found)
+        if found.count >= k:
+            room = found.count
+        else:
+            rank, room = 2 * rank, min(n, 2 * room)
+    back = carried.held if carried.clears else None
+    return Chosen(*select.keep_largest(found.indices, found.values, k, back), cleared=carried.clears)
 
 
 class Selector(Stage):
@@ -162,28 +181,35 @@ class Selector(Stage):
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
         """Fused: the scan adds x to the residual; what is sent leaves it."""
-        indices, values, state = self._choose(Carried(flat32(x), residual), state, key)
-        payload, inner = pack_entries(indices, values, x, self.then, key)
-        leave_error(inner, indices, values, residual)
+        chosen, state = self._choose(Carried(flat32(x), residual), state, key)
+        try:
+            payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key)
+        except EncodeError:  # the codec of the values refuses one: nothing was sent
+            select.scatter(chosen.indices, chosen.values, residual)
+            residual -= flat32(x)
+            raise
+        leave_error(inner, chosen, residual)
         return payload, state
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
-        indices, values, state = self._choose(Carried(None, flat32(x)), state, key)
-        return pack_entries(indices, values, x, self.then, key)[0], state
+        chosen, state = self._choose(Carried(None, flat32(x)), state, key)
+        return pack_entries(chosen.indices, chosen.values, x, self.then, key)[0], state
 
-    def _choose(self, carried: Carried, state: State, key: int) -> tuple[Tensor, Tensor, State]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choose(self, carried: Carried, state: State, key: int) -> tuple[Chosen, State]:
+        """The entries to send."""
 
 
-def leave_error(inner: Payload, indices: Tensor, values: Tensor, residual: Tensor) -> None:
+def leave_error(inner: Payload, chosen: Chosen, residual: Tensor) -> None:
     """residual[indices] = values - what their codec made of them."""
     if inner.codec == "fp32":
-        select.scatter(indices, None, residual)
+        if not chosen.cleared:
+            select.scatter(chosen.indices, None, residual)
         return
-    error = values.clone()
+    error = chosen.values.clone()
     registry.decode_into(inner, error, fixed.SUBTRACT)
-    select.scatter(indices, error, residual)
+    select.scatter(chosen.indices, error, residual)
 
 
 def entries_for(fraction: float, n: int) -> int:
@@ -210,23 +236,24 @@ class TopK(Selector):
         """The threshold that the controller carries; zero means none yet."""
         return {} if self.exact else {"threshold": torch.zeros((), dtype=torch.float32)}
 
-    def _choose(self, carried: Carried, state: State, key: int) -> tuple[Tensor, Tensor, State]:
+    def _choose(self, carried: Carried, state: State, key: int) -> tuple[Chosen, State]:
         n = carried.held.numel()
         k = entries_for(self.fraction, n)
         if self.exact:
-            return *largest(carried, k, key), state
+            return largest(carried, k, key), state
         threshold = float(state_tensor(state, "threshold", (), self))
         slack = max(1, int(_TOLERANCE * k))
         if threshold > 0 and n:
-            found = carried.scan(select.Thresholds.magnitude(threshold), k + slack)
-            carried = carried.again
+            found = carried.scan(select.Thresholds.magnitude(threshold), min(n, k + slack))
             if found.complete and abs(found.count - k) <= slack:
                 # Near the tail the count falls about with the tenth power of the threshold.
                 threshold *= (found.count / k) ** 0.1
-                return found.indices, found.values, {"threshold": torch.tensor(threshold, dtype=torch.float32)}
-        indices, values = largest(carried, k, key)
-        lowest = values.abs().min() if n else torch.zeros(())
-        return indices, values, {"threshold": lowest.to(torch.float32).cpu()}
+                new = {"threshold": torch.tensor(threshold, dtype=torch.float32)}
+                return Chosen(found.indices, found.values, carried.clears), new
+            carried = carried.again(found)
+        chosen = largest(carried, k, key)
+        lowest = chosen.values.abs().min() if n else torch.zeros(())
+        return chosen, {"threshold": lowest.to(torch.float32).cpu()}
 
 
 @codec("threshold")
@@ -241,10 +268,11 @@ class Threshold(Selector):
         between("threshold", "value", self.value, 0, 3e38)
         check_values_codec("threshold", self.then)
 
-    def _choose(self, carried: Carried, state: State, key: int) -> tuple[Tensor, Tensor, State]:
+    def _choose(self, carried: Carried, state: State, key: int) -> tuple[Chosen, State]:
         n = carried.held.numel()
         thresholds = select.Thresholds.magnitude(self.value)
         found = carried.scan(thresholds, min(n, n // 50 + 1024))
         if not found.complete:
-            found = carried.again.scan(thresholds, found.count)
-        return found.indices, found.values, state
+            carried = carried.again(found)
+            found = carried.scan(thresholds, found.count)
+        return Chosen(found.indices, found.values, carried.clears), state

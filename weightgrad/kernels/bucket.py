@@ -89,7 +89,7 @@ def _norms(h: Tensor, kind: str) -> Tensor:
     if kind == "max":
         return fixed.magnitude_bits(h).amax(1).view(torch.float32)
     wide = h.double()
-    lanes = fixed.add_rows((wide * wide).view(h.shape[0], -1, 8))
+    lanes = fixed.add_groups((wide * wide).view(h.shape[0], -1, 8), 8)
     return fixed.fold_lanes(lanes).sqrt().float()
 
 

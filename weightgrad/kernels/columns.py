@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weightgrad.kernels import fixed, native, threads
 from weightgrad.kernels.bits import pack_twin, unpack_twin
+from weightgrad.kernels.moments import largest_bits
 
 MAX_TILE = 32768  # 32^3: three levels of the tree
 _TREE = 32
@@ -101,8 +102,7 @@ def lost(held: Tensor, means: Tensor, grid: Grid) -> Tensor:
     out = torch.empty_like(held)
     for tile, start, height in _tiles(grid):
         part = slice(start * grid.cols, (start + height) * grid.cols)
-        h = held[part].view(-1, grid.cols)
-        out[part] = (h - torch.where(torch.signbit(h), means[tile, 1], means[tile, 0])).view(-1)
+        out[part] = _lost_part(held, means, grid, tile, part)
     return out
 
 
@@ -110,48 +110,62 @@ def _tiles(grid: Grid) -> list[tuple[int, int, int]]:
     return [(t, t * grid.tile, min(grid.tile, grid.rows - t * grid.tile)) for t in range(grid.tiles)]
 
 
-def _tree_sum(lines: Tensor) -> Tensor:
-    """Column sums of (..., lines, width) by the tree of fan-in 32, three levels."""
-    for _ in range(3):
-        missing = -lines.shape[-2] % _TREE
-        if missing:
-            lines = torch.cat((lines, lines.new_zeros(*lines.shape[:-2], missing, lines.shape[-1])), dim=-2)
-        lines = fixed.add_rows(lines.unflatten(-2, (-1, _TREE)))
-    return lines[..., 0, :]
-
-
-def _tile_means(h: Tensor) -> Tensor:
-    """Means (2, cols) of a (rows, cols) tile by sign."""
-    rows, cols = h.shape
-    negative = torch.signbit(h)
-    count = negative.sum(0)
-    zero = torch.zeros((), dtype=h.dtype, device=h.device)
-    sums = []
-    for part in (torch.where(negative, zero, h), torch.where(negative, h, zero)):
-        if cols == 1:
-            lanes = _tree_sum(fixed.padded(part.view(-1), 32).view(-1, 32))
-            sums.append(fixed.fold_lanes(lanes).view(1))
-        else:
-            sums.append(_tree_sum(part))
-    counts = torch.stack((rows - count, count)).clamp(min=1)
-    return torch.stack(sums) / counts.to(torch.float32)
+def _up(lines: Tensor) -> Tensor:
+    """One level of the tree: sums of 32 lines each, over the second to last dimension."""
+    missing = -lines.shape[-2] % _TREE
+    if missing:
+        lines = torch.cat((lines, lines.new_zeros(*lines.shape[:-2], missing, lines.shape[-1])), dim=-2)
+    return fixed.add_rows(lines.unflatten(-2, (-1, _TREE)))
 
 
 def _onebit_twin(
     x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor
 ) -> bool:
-    h = x
-    if held is not None and old_means is not None:
-        error = lost(held, old_means, grid)
-        h = x + error
-        if not bool(torch.isfinite(h).all()):
-            held.copy_(error)
-            old_means.zero_()
-            return False
-        held.copy_(h)
-    elif not bool(torch.isfinite(h).all()):
+    """Chunks of whole lines, so that the first level of the tree is done in the cache."""
+    error = None if held is None or old_means is None else (held, old_means)
+    if not _finite(x, error, grid):
+        if error is not None:
+            held_before, means_before = error
+            held_before.copy_(lost(held_before, means_before, grid))
+            means_before.zero_()
         return False
-    for tile, start, height in _tiles(grid):
-        means[tile] = _tile_means(h[start * grid.cols : (start + height) * grid.cols].view(-1, grid.cols))
-    signs(h, bits)
+    width = 32 if grid.cols == 1 else grid.cols
+    step = max(1, fixed.CHUNK // (_TREE * width)) * _TREE * width
+    for tile, first, height in _tiles(grid):
+        start, stop = first * grid.cols, (first + height) * grid.cols
+        levels, negatives = [], torch.zeros(width, dtype=torch.int64, device=x.device)
+        for at in range(start, stop, step):
+            part = slice(at, min(stop, at + step))
+            h = x[part] if error is None else x[part] + _lost_part(*error, grid, tile, part)
+            if held is not None:
+                held[part] = h
+            lines = fixed.padded(h, width).view(-1, width)
+            sign = torch.signbit(lines)
+            negatives += sign.sum(0)
+            zero = torch.zeros((), dtype=h.dtype, device=h.device)
+            levels.append(_up(torch.stack((torch.where(sign, zero, lines), torch.where(sign, lines, zero)))))
+        sums = _up(_up(torch.cat(levels, dim=1)))[:, 0]
+        if grid.cols == 1:
+            sums, negatives = fixed.fold_lanes(sums)[:, None], negatives.sum()[None]
+        counts = torch.stack((height - negatives, negatives)).clamp(min=1)
+        means[tile] = sums / counts.to(torch.float32)
+    signs(x if held is None else held, bits)
+    return True
+
+
+def _lost_part(held: Tensor, means: Tensor, grid: Grid, tile: int, part: slice) -> Tensor:
+    h = held[part].view(-1, grid.cols)
+    return (h - torch.where(torch.signbit(h), means[tile, 1], means[tile, 0])).view(-1)
+
+
+def _finite(x: Tensor, error: tuple[Tensor, Tensor] | None, grid: Grid) -> bool:
+    if error is None:
+        return largest_bits(x) < fixed.INFINITY_BITS
+    step = max(1, fixed.CHUNK // grid.cols) * grid.cols
+    for tile, first, height in _tiles(grid):
+        stop = (first + height) * grid.cols
+        for at in range(first * grid.cols, stop, step):
+            part = slice(at, min(stop, at + step))
+            if largest_bits(x[part] + _lost_part(*error, grid, tile, part)) >= fixed.INFINITY_BITS:
+                return False
     return True

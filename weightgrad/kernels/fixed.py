@@ -17,6 +17,11 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
+def float_of_bits(bits: int) -> float:
+    """The float32 with these bits."""
+    return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+
+
 def put(out: Tensor, value: Tensor, mode: int) -> None:
     """out = value, out + value or out - value."""
     if mode == STORE:
@@ -72,6 +77,19 @@ def add_rows(rows: Tensor) -> Tensor:
     for i in range(rows.shape[-2]):
         total += rows[..., i, :]
     return total
+
+
+def add_groups(rows: Tensor, group: int) -> Tensor:
+    """As add_rows, but `group` rows at a time first and then those sums, in order."""
+    missing = -rows.shape[-2] % group
+    if missing:
+        rows = torch.cat((rows, rows.new_zeros(*rows.shape[:-2], missing, rows.shape[-1])), dim=-2)
+    return add_rows(add_rows(rows.unflatten(-2, (-1, group))))
+
+
+def block_sums(values: Tensor, block: int) -> Tensor:
+    """Sums of (..., n) doubles for each block, by the tree in csrc/units.h; n is whole blocks."""
+    return fold_lanes(add_groups(values.unflatten(-1, (-1, block // 16, 16)), 16))
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:

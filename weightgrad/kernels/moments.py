@@ -1,7 +1,6 @@
 """Sums of h, h*h and |h| and the largest |h| of a tensor, exactly repeatable.
 
-Partial sums in double for each block of 4,096 elements over sixteen lanes, then
-`math.fsum`, which rounds once whatever the order: threads, chunks and devices agree.
+Partial sums in double for each block of 4,096 elements by a fixed tree, then `math.fsum`, which rounds once whatever the order: threads, chunks and devices agree.
 """
 
 from __future__ import annotations
@@ -59,13 +58,20 @@ def moments(x: Tensor, residual: Tensor | None = None) -> Moments:
     if top >= fixed.INFINITY_BITS:
         return Moments(n, math.nan, math.nan, math.nan, math.inf)
     sums = [math.fsum(column) for column in partials.t().tolist()]
-    largest = torch.tensor(top, dtype=torch.int32).view(torch.float32).item()
-    return Moments(n, sums[0], sums[1], sums[2], largest)
+    return Moments(n, sums[0], sums[1], sums[2], fixed.float_of_bits(top))
 
 
-def block_sums(values: Tensor, partials: Tensor) -> None:
-    """Partials (blocks,) of a flat double tensor, padded to whole blocks."""
-    partials.copy_(fixed.fold_lanes(fixed.add_rows(values.view(-1, BLOCK // 16, 16))))
+def largest_bits(x: Tensor) -> int:
+    """Bits of the largest |x| of a flat float32 tensor: INFINITY_BITS or more when it is not finite."""
+    lib = native.library_for(x)
+    if lib is not None:
+        return max(
+            threads.run_split(
+                x.numel(), BLOCK, lambda start, stop: int(lib.wg_largest(x.data_ptr() + 4 * start, stop - start))
+            )
+        )
+    pieces = x.split(fixed.CHUNK) if x.numel() else ()
+    return max((int(fixed.magnitude_bits(piece).max()) for piece in pieces), default=0)
 
 
 def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor) -> int:
@@ -76,8 +82,7 @@ def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor) -> int:
             h = h + residual[start : start + fixed.CHUNK]
         top = max(top, int(fixed.magnitude_bits(h).max()))
         wide = fixed.padded(h, BLOCK).double()
-        three = torch.stack((wide, wide * wide, wide.abs()))
-        sums = fixed.fold_lanes(fixed.add_rows(three.view(3, -1, BLOCK // 16, 16)))
+        sums = torch.stack([fixed.block_sums(part, BLOCK) for part in (wide, wide * wide, wide.abs())])
         first = start // BLOCK
         partials[first : first + sums.shape[1]] = sums.t().cpu()
     return top

@@ -58,8 +58,21 @@ class Selection(ctypes.Structure):
         ("above", ctypes.c_float),
         ("below", ctypes.c_float),
         ("momentum", ctypes.c_float),
-        ("first", ctypes.c_uint64),
+        ("clear", ctypes.c_int32),
         ("capacity", ctypes.c_uint64),
+    )
+
+
+class Sent(ctypes.Structure):
+    """`wg_sent` of wg.h."""
+
+    _fields_ = (
+        ("above", ctypes.c_float),
+        ("below", ctypes.c_float),
+        ("rows", ctypes.c_uint64),
+        ("cols", ctypes.c_uint64),
+        ("tile", ctypes.c_uint64),
+        ("means", ctypes.c_void_p),
     )
 
 
@@ -79,14 +92,16 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_moments": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _POINTER)),
     "wg_ternary": (None, (_POINTER, _POINTER, _SIZE, _FLOAT, _SIZE, _SIZE, _POINTER)),
     "wg_ternary_decode": (None, (_POINTER, _SIZE, _FLOAT, _INT, _POINTER)),
-    "wg_ternary_sums": (None, (_POINTER, _POINTER, _SIZE, _FLOAT, _POINTER)),
+    "wg_largest": (ctypes.c_uint32, (_POINTER, _SIZE)),
+    "wg_ternary_sums": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _FLOAT, _POINTER)),
     "wg_ternary_threshold": (None, (_POINTER, _SIZE, _FLOAT, _POINTER)),
-    "wg_level_sums": (None, (_POINTER, _POINTER, _SIZE, _FLOAT, _INT, _POINTER)),
+    "wg_level_sums": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _FLOAT, _INT, _POINTER)),
     "wg_onebit": (_INT, (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER)),
     "wg_onebit_decode": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_signs": (None, (_POINTER, _SIZE, _POINTER)),
     "wg_scan": (_SIZE, (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER)),
-    "wg_keep_largest": (None, (_POINTER, _POINTER, _SIZE, _SIZE)),
+    "wg_scan_columns": (_SIZE, (_POINTER,) * 7),
+    "wg_keep_largest": (None, (_POINTER, _POINTER, _SIZE, ctypes.c_uint32, _SIZE, _POINTER)),
     "wg_scatter": (None, (_POINTER, _POINTER, _SIZE, _INT, _POINTER)),
     "wg_columns_of": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _DOUBLE, *[_POINTER] * 6)),
     "wg_entries_of": (_INT, (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER)),

@@ -13,10 +13,12 @@ import ctypes
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weightgrad.kernels import fixed, native, noise
+from weightgrad.kernels.columns import Grid
 
 BLOCK = 1024
 _LINE = 16  # a sample is a cache line of floats: one miss for sixteen of them
@@ -56,49 +58,132 @@ def scan(
     momentum: float,
     thresholds: Thresholds,
     room: int,
+    *,
+    clear: bool = False,
 ) -> Selected:
     """Advance `held` (and `velocity`) by x and list what lies beyond the thresholds.
 
-    A block of 1,024 elements with a NaN or Inf ends the scan and is left untouched.
+    With `clear`, what is listed becomes zero in `held`. A block of 1,024 elements with a NaN or Inf
+    ends the scan and is left untouched.
     """
     lib = native.library_for(held)
     if lib is None:
-        return _scan_twin(x, held, velocity, momentum, thresholds, room)
-    indices = torch.empty(room, dtype=torch.int64)
-    values = torch.empty(room, dtype=torch.float32)
-    selection = native.Selection(thresholds.above, thresholds.below, momentum, 0, room)
-    done = ctypes.c_uint64()
+        return _scan_twin(x, held, velocity, momentum, thresholds, room, clear)
+    found = _Room(room)
+    selection = native.Selection(thresholds.above, thresholds.below, momentum, int(clear), room)
     count: int = lib.wg_scan(
         native.pointer(x),
         held.data_ptr(),
         native.pointer(velocity),
         held.numel(),
         ctypes.byref(selection),
-        indices.data_ptr(),
-        values.data_ptr(),
-        ctypes.byref(done),
+        *found.pointers,
     )
-    listed = min(room, count)
-    return Selected(indices[:listed], values[:listed], count, done.value)
+    return found.selected(count)
 
 
-def keep_largest(indices: Tensor, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude, in order; of equals, the first. Consumes its input."""
+class Sent(NamedTuple):
+    """What the last selection of a matrix was sent as: means (tiles, 2, cols), thresholds it passed."""
+
+    thresholds: Thresholds
+    means: Tensor
+
+    def lost(self, held: Tensor, grid: Grid) -> Tensor:
+        """`held` without what was sent, in a new tensor."""
+        return torch.cat([held[:0], *(self._lost_part(held, grid, *piece) for piece in self._pieces(grid))])
+
+    def _pieces(self, grid: Grid) -> list[tuple[int, int, int]]:
+        """(tile, start, stop) of whole rows that fit the cache."""
+        step = max(1, fixed.CHUNK // grid.cols) if grid.cols else 1
+        ends = [(t, t * grid.tile, min(grid.rows, (t + 1) * grid.tile)) for t in range(grid.tiles)]
+        return [
+            (tile, row * grid.cols, min(stop, row + step) * grid.cols)
+            for tile, start, stop in ends
+            for row in range(start, stop, step)
+        ]
+
+    def _lost_part(self, held: Tensor, grid: Grid, tile: int, start: int, stop: int) -> Tensor:
+        h = held[start:stop].view(-1, grid.cols)
+        zero = torch.zeros((), dtype=h.dtype, device=h.device)
+        mean = torch.where(h <= self.thresholds.below, self.means[tile, 1], zero)
+        mean = torch.where(h >= self.thresholds.above, self.means[tile, 0], mean)
+        return (h - mean).view(-1)
+
+    def scan_twin(self, x: Tensor, held: Tensor, grid: Grid, thresholds: Thresholds, room: int) -> Selected:
+        """The twin of wg_scan_columns."""
+        lists: list[tuple[Tensor, Tensor]] = []
+        count = done = 0
+        for tile, start, stop in self._pieces(grid):
+            before = self._lost_part(held, grid, tile, start, stop)
+            found = _scan_twin(x[start:stop], before, None, 0.0, thresholds, max(0, room - count), False)
+            held[start : start + found.done] = before[: found.done]
+            lists.append((found.indices + start, found.values))
+            count, done = count + found.count, start + found.done
+            if done < stop:
+                break
+        indices = torch.cat([part[0] for part in lists]) if lists else torch.empty(0, dtype=torch.int64)
+        return Selected(indices, torch.cat([held[:0], *(part[1] for part in lists)]), count, done)
+
+
+def scan_columns(x: Tensor, held: Tensor, sent: Sent, grid: Grid, thresholds: Thresholds, room: int) -> Selected:
+    """As scan, for a `held` from which the last selection has not been taken out yet."""
+    lib = native.library_for(held)
+    if lib is None:
+        return sent.scan_twin(x, held, grid, thresholds, room)
+    found_room = _Room(room)
+    selection = native.Selection(thresholds.above, thresholds.below, 0.0, 0, room)
+    old = native.Sent(
+        sent.thresholds.above, sent.thresholds.below, grid.rows, grid.cols, grid.tile, sent.means.data_ptr()
+    )
+    count: int = lib.wg_scan_columns(
+        x.data_ptr(), held.data_ptr(), ctypes.byref(old), ctypes.byref(selection), *found_room.pointers
+    )
+    return found_room.selected(count)
+
+
+class _Room:
+    """Where the native scans list what they find."""
+
+    def __init__(self, room: int) -> None:
+        self.indices = torch.empty(room, dtype=torch.int64)
+        self.values = torch.empty(room, dtype=torch.float32)
+        self.done = ctypes.c_uint64()
+        self.pointers = (self.indices.data_ptr(), self.values.data_ptr(), ctypes.byref(self.done))
+
+    def selected(self, count: int) -> Selected:
+        listed = min(self.indices.numel(), count)
+        return Selected(self.indices[:listed], self.values[:listed], count, self.done.value)
+
+
+def kth_largest(sizes: Tensor, k: int) -> int:
+    """The k-th largest of int32 values, k from 1 on. NumPy's selection is many times torch's."""
+    place = sizes.numel() - k
+    if sizes.device.type == "cpu":
+        return int(np.partition(sizes.numpy(), place)[place])
+    return int(torch.kthvalue(sizes, place + 1).values)
+
+
+def keep_largest(
+    indices: Tensor, values: Tensor, k: int, held: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k entries of largest magnitude, in order; of equals, the first. Consumes its input.
+
+    With `held`, the entries that are not kept are written back there.
+    """
     n = indices.numel()
     if k >= n:
         return indices, values
-    if k == 0:
-        return indices[:0], values[:0]
+    sizes = fixed.magnitude_bits(values)
+    limit = kth_largest(sizes, k) if k else fixed.INFINITY_BITS
+    equals = k - int((sizes > limit).sum())
     lib = native.library_for(indices)
     if lib is not None:
-        lib.wg_keep_largest(indices.data_ptr(), values.data_ptr(), n, k)
+        lib.wg_keep_largest(indices.data_ptr(), values.data_ptr(), n, limit, equals, native.pointer(held))
         return indices[:k], values[:k]
-    sizes = fixed.magnitude_bits(values)
-    limit = torch.kthvalue(sizes, n - k + 1).values
-    larger = sizes > limit
     equal = sizes == limit
-    quota = k - int(larger.sum())
-    kept = larger | (equal & (torch.cumsum(equal, 0) <= quota))
+    kept = (sizes > limit) | (equal & (torch.cumsum(equal, 0) <= equals))
+    if held is not None:
+        held[indices[~kept]] = values[~kept]
     return indices[kept], values[kept]
 
 
@@ -150,6 +235,7 @@ def _scan_twin(
     momentum: float,
     thresholds: Thresholds,
     room: int,
+    clear: bool,
 ) -> Selected:
     n, count, done = held.numel(), 0, held.numel()
     mu = torch.tensor(momentum, dtype=torch.float32, device=held.device)
@@ -173,10 +259,13 @@ def _scan_twin(
         places = ((h >= thresholds.above) | (h <= thresholds.below)).nonzero().view(-1)
         if count < room:
             listed = places[: room - count]
-            found.append((listed + start, h[listed]))
+            found.append((listed + start, h[listed].clone()))
+            if clear:
+                held[listed + start] = 0.0
         count += places.numel()
         if done < stop:
             break
     if not found:
-        return Selected(torch.empty(0, dtype=torch.int64), torch.empty(0), count, done)
+        nothing = torch.empty(0, dtype=torch.int64, device=held.device)
+        return Selected(nothing, held[:0], count, done)
     return Selected(torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]), count, done)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from ctypes import CDLL
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +80,20 @@ def ternary_decode(codes: Tensor, n: int, scale: float, out: Tensor, mode: int =
     threads.run_split(n, GROUP, work)
 
 
-def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> tuple[float, float]:
+class WeightedSums(NamedTuple):
+    """Two sums over a tensor and its curvature. `finite`: both are, and the curvature is not negative."""
+
+    first: float
+    second: float
+    finite: bool
+
+    @property
+    def ratio(self) -> float:
+        """first / second, or zero."""
+        return self.first / self.second if self.second > 0 else 0.0
+
+
+def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> WeightedSums:
     """(sum D*|w|, sum D) over |w| > threshold; D is one where there is no curvature."""
 
     def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,13 +102,13 @@ def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> tuple[fl
         zero = torch.zeros_like(size)
         return torch.where(kept, d * size, zero), torch.where(kept, d, zero)
 
-    def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> None:
-        lib.wg_ternary_sums(w_at, d_at, n, threshold, sums_at)
+    def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> int:
+        return int(lib.wg_ternary_sums(w_at, d_at, n, threshold, sums_at))
 
     return _weighted_sums(w, curvature, twin, call)
 
 
-def level_sums(w: Tensor, curvature: Tensor | None, alpha: float, levels: int) -> tuple[float, float]:
+def level_sums(w: Tensor, curvature: Tensor | None, alpha: float, levels: int) -> WeightedSums:
     """(sum D*b*w, sum D*b*b) where b is the level of w, -levels .. levels, on a ruler of +-alpha."""
 
     def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +117,8 @@ def level_sums(w: Tensor, curvature: Tensor | None, alpha: float, levels: int) -
         weighted = d * b
         return weighted * piece, weighted * b
 
-    def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> None:
-        lib.wg_level_sums(w_at, d_at, n, alpha, levels, sums_at)
+    def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> int:
+        return int(lib.wg_level_sums(w_at, d_at, n, alpha, levels, sums_at))
 
     return _weighted_sums(w, curvature, twin, call)
 
@@ -113,28 +127,33 @@ def _weighted_sums(
     w: Tensor,
     curvature: Tensor | None,
     twin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    call: Callable[[CDLL, int, int | None, int, int], None],
-) -> tuple[float, float]:
-    """Two exactly repeatable sums over a tensor and its weights."""
+    call: Callable[[CDLL, int, int | None, int, int], int],
+) -> WeightedSums:
+    """Two exactly repeatable sums, block by block as in moments.py."""
     n = w.numel()
     partials = torch.zeros(-(-n // BLOCK), 2, dtype=torch.float64)
     lib = native.library_for(w)
     if lib is None:
+        good = True
         for start in range(0, n, fixed.CHUNK):
             piece = w[start : start + fixed.CHUNK]
             d = torch.ones_like(piece) if curvature is None else curvature[start : start + fixed.CHUNK]
-            both = torch.stack([fixed.padded(part, BLOCK).double() for part in twin(piece, d)])
-            sums = fixed.fold_lanes(fixed.add_rows(both.view(2, -1, BLOCK // 16, 16)))
+            good = good and bool((torch.isfinite(piece) & torch.isfinite(d) & ~torch.signbit(d)).all())
+            sums = torch.stack(
+                [fixed.block_sums(fixed.padded(part, BLOCK).double(), BLOCK) for part in twin(piece, d)]
+            )
             partials[start // BLOCK : start // BLOCK + sums.shape[1]] = sums.t().cpu()
     else:
 
-        def work(start: int, stop: int) -> None:
+        def work(start: int, stop: int) -> int:
             d = None if curvature is None else curvature.data_ptr() + 4 * start
-            call(lib, w.data_ptr() + 4 * start, d, stop - start, partials.data_ptr() + start // BLOCK * 16)
+            return call(lib, w.data_ptr() + 4 * start, d, stop - start, partials.data_ptr() + start // BLOCK * 16)
 
-        threads.run_split(n, BLOCK, work)
+        good = max(threads.run_split(n, BLOCK, work)) < fixed.INFINITY_BITS
+    if not good:
+        return WeightedSums(math.nan, math.nan, False)
     first, second = (math.fsum(column) for column in partials.t().tolist())
-    return first, second
+    return WeightedSums(first, second, True)
 
 
 def _ternary_twin(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:

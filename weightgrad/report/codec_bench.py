@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weightgrad import kernels
-from weightgrad.codecs import Codec, Payload, State, decode, parse
+from weightgrad.codecs import Codec, LossAware, Payload, State, decode, parse
 from weightgrad.errors import EncodeError
 from weightgrad.wire import frame_bytes
 
@@ -115,6 +115,7 @@ class _Subject:
         self.encode_best = self.decode_best = float("inf")
         self.state: State = self.codec.init(inputs[0])
         self.room: Tensor | None = None
+        self.curvature = inputs[1].abs() + 1e-8 if isinstance(self.codec, LossAware) else None
         self.payload: Payload = self._encode()  # also warms up
         first = decode(self.payload)
         self.error = float((first - inputs[0]).norm() / inputs[0].norm())
@@ -128,7 +129,11 @@ class _Subject:
     def _encode(self) -> Payload:
         x = self.inputs[self.calls % 2]
         self.calls += 1
-        self.payload, self.state = self.codec.encode(x, self.state, self.calls, out=self.room)
+        if isinstance(self.codec, LossAware):
+            given = self.codec.encode(x, self.state, self.calls, curvature=self.curvature)
+        else:
+            given = self.codec.encode(x, self.state, self.calls, out=self.room)
+        self.payload, self.state = given
         return self.payload
 
     def repeat(self, target: Tensor) -> None:

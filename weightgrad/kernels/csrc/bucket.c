@@ -4,8 +4,9 @@
  * code = floor(L*h/norm + L + noise); value = (code - L) * (norm / L).
  * With a residual: residual = h - value.
  *
- * The L2 norm is summed in double over eight interleaved lanes, then halved:
- * lane i takes elements i, i+8, ..; the result is sqrt of ((0+4)+(2+6)) + ((1+5)+(3+7)).
+ * The L2 norm is summed in double over eight interleaved lanes (lane i takes elements i, i+8,
+ * ..); eight rows of lanes make a group, the groups are added in order, and the lanes are halved:
+ * ((0+4)+(2+6)) + ((1+5)+(3+7)).
  *
  * Returns how many elements were encoded: n, or, when a bucket holds a NaN, an
  * Inf or a sum that overflows, the index at which that bucket starts. Nothing of
@@ -22,10 +23,15 @@ static float bucket_norm(const float *x, const float *residual, size_t m, int ki
         }
         return wg_float(top);
     }
-    double lane[8] = {0};
+    double lane[8] = {0}, group[8] = {0};
     for (size_t i = 0; i < m; i++) {
         double h = residual ? x[i] + residual[i] : x[i];
-        lane[i & 7] += h * h;
+        group[i & 7] += h * h;
+        if ((i + 1) % 64 == 0 || i + 1 == m)
+            for (int k = 0; k < 8; k++) {
+                lane[k] += group[k];
+                group[k] = 0.0;
+            }
     }
     for (int half = 4; half; half /= 2)
         for (int i = 0; i < half; i++) lane[i] += lane[i + half];

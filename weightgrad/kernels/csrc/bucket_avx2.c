@@ -28,19 +28,33 @@ ALWAYS_INLINE uint32_t max_norm(const float *x, const float *residual, size_t m)
 
 ALWAYS_INLINE float l2_norm(const float *x, const float *residual, size_t m) {
     __m256d low = _mm256_setzero_pd(), high = low;
+    double lane[8], rest[8] = {0};
     size_t i = 0;
-    for (; i + 8 <= m; i += 8) {
-        F8 h = load_sum(x + i, residual ? residual + i : NULL);
-        __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(h)), b = _mm256_cvtps_pd(_mm256_extractf128_ps(h, 1));
-        low = _mm256_add_pd(low, _mm256_mul_pd(a, a));
-        high = _mm256_add_pd(high, _mm256_mul_pd(b, b));
+    while (i + 8 <= m) {
+        const size_t stop = i + 64 <= m ? i + 64 : m / 8 * 8;
+        __m256d a = _mm256_setzero_pd(), b = a;
+        for (; i < stop; i += 8) {
+            F8 h = load_sum(x + i, residual ? residual + i : NULL);
+            __m256d first = _mm256_cvtps_pd(_mm256_castps256_ps128(h)), second = _mm256_cvtps_pd(_mm256_extractf128_ps(h, 1));
+            a = _mm256_add_pd(a, _mm256_mul_pd(first, first));
+            b = _mm256_add_pd(b, _mm256_mul_pd(second, second));
+        }
+        if (i % 64 && i < m) { /* the last, short row belongs to this group */
+            _mm256_storeu_pd(rest, a);
+            _mm256_storeu_pd(rest + 4, b);
+            break;
+        }
+        low = _mm256_add_pd(low, a);
+        high = _mm256_add_pd(high, b);
     }
-    double lane[8];
     _mm256_storeu_pd(lane, low);
     _mm256_storeu_pd(lane + 4, high);
-    for (; i < m; i++) {
-        double h = residual ? x[i] + residual[i] : x[i];
-        lane[i & 7] += h * h;
+    if (i < m) {
+        for (size_t k = i; k < m; k++) {
+            double h = residual ? x[k] + residual[k] : x[k];
+            rest[k & 7] += h * h;
+        }
+        for (int k = 0; k < 8; k++) lane[k] += rest[k];
     }
     for (int half = 4; half; half /= 2)
         for (int k = 0; k < half; k++) lane[k] += lane[k + half];
@@ -73,33 +87,6 @@ ALWAYS_INLINE void pack32(I8 codes, const int bits, uint8_t *out) {
     uint64_t low = (uint64_t)_mm256_extract_epi64(tight, 0), high = (uint64_t)_mm256_extract_epi64(tight, 2);
     memcpy(out, &low, 6);
     memcpy(out + 6, &high, 6);
-}
-
-ALWAYS_INLINE I8 unpack32(const uint8_t *in, const int bits) {
-    if (bits == 8) return _mm256_loadu_si256((const I8 *)in);
-    if (bits == 4) {
-        I8 v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)in));
-        return _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)), _mm256_set1_epi8(15));
-    }
-    I8 v;
-    if (bits == 2) {
-        v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in));
-        v = _mm256_or_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 6)),
-                            _mm256_or_si256(_mm256_slli_epi32(v, 12), _mm256_slli_epi32(v, 18)));
-        return _mm256_and_si256(v, _mm256_set1_epi8(3));
-    }
-    /* 12 bytes -> four 64-bit lanes of 24 bits */
-    int32_t last;
-    memcpy(&last, in + 8, 4);
-    const I8 scatter = _mm256_setr_epi8(0, 1, 2, -1, -1, -1, -1, -1, 3, 4, 5, -1, -1, -1, -1, -1, 6, 7, 8, -1, -1, -1, -1, -1, 9,
-                                        10, 11, -1, -1, -1, -1, -1);
-    __m128i twelve = _mm_insert_epi32(_mm_loadl_epi64((const __m128i *)in), last, 2);
-    v = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(twelve), scatter);
-    v = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi64x(0xfff)),
-                        _mm256_slli_epi64(_mm256_and_si256(v, _mm256_set1_epi64x(0xfff000)), 20));
-    I8 even = _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 10)), same(0x00070007u));
-    I8 odd = _mm256_and_si256(_mm256_or_si256(_mm256_slli_epi32(v, 5), _mm256_slli_epi32(v, 15)), same(0x07000700u));
-    return _mm256_or_si256(even, odd);
 }
 
 ALWAYS_INLINE void encode_run(const float *x, float *residual, size_t m, const wg_quantizer *q, wg_ruler ruler,

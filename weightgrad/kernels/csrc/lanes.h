@@ -68,6 +68,34 @@ ALWAYS_INLINE void widen32(I8 b, I8 v[4]) {
     v[3] = _mm256_cvtepu8_epi32(_mm_srli_si128(high, 8));
 }
 
+/* 4*bits bytes -> 32 codes of 2, 3, 4 or 8 bits, one a byte. */
+ALWAYS_INLINE I8 unpack32(const uint8_t *in, const int bits) {
+    if (bits == 8) return _mm256_loadu_si256((const I8 *)in);
+    if (bits == 4) {
+        I8 v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)in));
+        return _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)), _mm256_set1_epi8(15));
+    }
+    I8 v;
+    if (bits == 2) {
+        v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in));
+        v = _mm256_or_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 6)),
+                            _mm256_or_si256(_mm256_slli_epi32(v, 12), _mm256_slli_epi32(v, 18)));
+        return _mm256_and_si256(v, _mm256_set1_epi8(3));
+    }
+    /* 12 bytes -> four 64-bit lanes of 24 bits */
+    int32_t last;
+    memcpy(&last, in + 8, 4);
+    const I8 scatter = _mm256_setr_epi8(0, 1, 2, -1, -1, -1, -1, -1, 3, 4, 5, -1, -1, -1, -1, -1, 6, 7, 8, -1, -1, -1, -1, -1, 9,
+                                        10, 11, -1, -1, -1, -1, -1);
+    __m128i twelve = _mm_insert_epi32(_mm_loadl_epi64((const __m128i *)in), last, 2);
+    v = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(twelve), scatter);
+    v = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi64x(0xfff)),
+                        _mm256_slli_epi64(_mm256_and_si256(v, _mm256_set1_epi64x(0xfff000)), 20));
+    I8 even = _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi32(v, 10)), same(0x00070007u));
+    I8 odd = _mm256_and_si256(_mm256_or_si256(_mm256_slli_epi32(v, 5), _mm256_slli_epi32(v, 15)), same(0x07000700u));
+    return _mm256_or_si256(even, odd);
+}
+
 /* How a decoded vector reaches memory: STREAM is WG_STORE past the cache. */
 enum { STREAM = 2 };
 

@@ -1,106 +1,116 @@
-/* Selection of the entries beyond two thresholds, with what error feedback and
- * momentum correction need done in the same pass over memory.
+/* Selection of the entries beyond two thresholds, with what error feedback and momentum
+ * correction need done in the same pass over memory.
  *
  *   velocity given:  velocity = momentum*velocity + x;  h = held + velocity
  *   x given:         h = held + x
  *   neither:         h = held
  *
- * `held` becomes h. Indices and values of the entries with h >= above or
- * h <= below are listed in order, as many as fit; the return value counts all.
- * A block of WG_SCAN_BLOCK elements with a NaN or Inf in h stops the pass: `done` says
- * where, and nothing of that block has been written.
+ * `held` becomes h. Indices and values of the entries with h >= above or h <= below are
+ * listed in order, as many as fit; the return value counts all. A run of WG_SCAN_BLOCK
+ * elements or fewer with a NaN or Inf in h stops the pass: `done` says where, and nothing of
+ * that run has been written.
+ *
+ * wg_scan_columns is the same for a matrix whose last selection was sent as column means and
+ * not yet taken out of `held` (lazy error feedback: no second trip to the entries):
+ * h = (held - mean it was sent as) + x.
  */
 #include "units.h"
 
-static float next(const float *x, const float *held, const float *velocity, float momentum, uint64_t i, float *speed) {
-    if (!x) return held[i];
-    *speed = velocity ? momentum * velocity[i] + x[i] : x[i];
-    return held[i] + *speed;
+static float lost(float held, const wg_old *old, uint64_t c) {
+    if (!old) return held;
+    float mean = held >= old->above ? old->positive[c * old->step] : held <= old->below ? old->negative[c * old->step] : 0.0f;
+    return held - mean;
 }
 
-static int is_finite(const float *x, const float *held, const float *velocity, float momentum, size_t m) {
-    uint32_t top = 0;
-    float speed;
-    for (size_t i = 0; i < m; i++) {
-        uint32_t u = wg_magnitude(next(x, held, velocity, momentum, i, &speed));
-        top = u > top ? u : top;
-    }
-    return top < WG_INFINITY;
+static float next(const wg_pass *p, uint64_t i, uint64_t c, const wg_selection *s, const wg_old *old, float *speed) {
+    float h = lost(p->held[i], old, c);
+    if (!p->x) return h;
+    *speed = p->velocity ? s->momentum * p->velocity[i] + p->x[i] : p->x[i];
+    return h + *speed;
 }
 
-static uint64_t scan_block(const float *x, float *held, float *velocity, size_t m, const wg_selection *s, uint64_t first,
-                           uint64_t count, int64_t *indices, float *values) {
-    for (size_t i = 0; i < m; i++) {
-        float speed = 0.0f, h = next(x, held, velocity, s->momentum, i, &speed);
-        if (x) held[i] = h;
-        if (velocity) velocity[i] = speed;
+int wg_select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old) {
+    float speed = 0.0f;
+    for (size_t c = 0; c < m; c++)
+        if (wg_magnitude(next(p, first + c, c, s, old, &speed)) >= WG_INFINITY) return 0;
+    for (size_t c = 0; c < m; c++) {
+        const uint64_t i = first + c;
+        float h = next(p, i, c, s, old, &speed);
+        if (p->x) p->held[i] = h;
+        if (p->velocity) p->velocity[i] = speed;
         if (h >= s->above || h <= s->below) {
-            if (count < s->capacity) {
-                indices[count] = (int64_t)(first + i);
-                values[count] = h;
+            if (p->count < s->capacity) {
+                p->indices[p->count] = (int64_t)i;
+                p->values[p->count] = h;
+                if (s->clear) p->held[i] = 0.0f;
             }
-            count++;
+            p->count++;
         }
     }
-    return count;
+    return 1;
 }
 
-/* From *done to n. */
-uint64_t wg_scan_rest(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, uint64_t count,
-                      int64_t *indices, float *values, uint64_t *done) {
-    while (*done < n) {
-        uint64_t i = *done;
-        size_t m = n - i < WG_SCAN_BLOCK ? n - i : WG_SCAN_BLOCK;
-        const float *block = x ? x + i : NULL;
-        float *speed = velocity ? velocity + i : NULL;
-        if (!is_finite(block, held + i, speed, s->momentum, m)) break;
-        count = scan_block(block, held + i, speed, m, s, s->first + i, count, indices, values);
-        *done = i + m;
+static int run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old) {
+#if WG_HAS_AVX2_UNIT
+    if (wg_isa()) {
+        const size_t whole = m / 8 * 8;
+        if (whole && !wg_select_run_avx2(p, first, whole, s, old)) return 0;
+        if (whole == m) return 1;
+        wg_old rest;
+        if (old) {
+            rest = *old;
+            rest.positive += whole * old->step;
+            rest.negative += whole * old->step;
+        }
+        return wg_select_run(p, first + whole, m - whole, s, old ? &rest : NULL);
     }
-    return count;
+#endif
+    return wg_select_run(p, first, m, s, old);
 }
 
 WG_API uint64_t wg_scan(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,
                         float *values, uint64_t *done) {
-#if WG_HAS_AVX2_UNIT
-    if (wg_isa()) return wg_scan_avx2(x, held, velocity, n, s, indices, values, done);
-#endif
-    *done = 0;
-    return wg_scan_rest(x, held, velocity, n, s, 0, indices, values, done);
-}
-
-/* The k-th largest magnitude, by its digits: 11, 11 and 9 bits. */
-static uint32_t kth_largest(const float *values, uint64_t n, uint64_t k) {
-    static const int shifts[] = {20, 9, 0}, widths[] = {11, 11, 9};
-    uint32_t prefix = 0, mask = 0;
-    for (int step = 0; step < 3; step++) {
-        uint32_t histogram[2048] = {0}, digits = (1u << widths[step]) - 1u, digit = digits;
-        for (uint64_t i = 0; i < n; i++) {
-            uint32_t u = wg_magnitude(values[i]);
-            if ((u & mask) == prefix) histogram[u >> shifts[step] & digits]++;
-        }
-        for (; digit && histogram[digit] < k; digit--) k -= histogram[digit];
-        prefix |= digit << shifts[step];
-        mask |= digits << shifts[step];
+    wg_pass p = {x, held, velocity, indices, values, 0};
+    for (*done = 0; *done < n;) {
+        size_t m = n - *done < WG_SCAN_BLOCK ? n - *done : WG_SCAN_BLOCK;
+        if (!run(&p, *done, m, s, NULL)) break;
+        *done += m;
     }
-    return prefix;
+    return p.count;
 }
 
-/* Keep the k largest magnitudes of a list, in order; of equals, the first. k <= n. */
-WG_API void wg_keep_largest(int64_t *indices, float *values, uint64_t n, uint64_t k) {
-    if (k == 0 || k >= n) return;
-    uint32_t limit = kth_largest(values, n, k);
-    uint64_t larger = 0, kept = 0;
-    for (uint64_t i = 0; i < n; i++) larger += wg_magnitude(values[i]) > limit;
-    uint64_t equals = k - larger;
-    for (uint64_t i = 0; i < n; i++) {
-        uint32_t u = wg_magnitude(values[i]);
-        if (u < limit || (u == limit && equals-- == 0)) {
-            equals += u == limit;
-            continue;
+WG_API uint64_t wg_scan_columns(const float *x, float *held, const wg_sent *sent, const wg_selection *s, int64_t *indices,
+                                float *values, uint64_t *done) {
+    wg_pass p = {x, held, NULL, indices, values, 0};
+    *done = 0;
+    for (uint64_t row = 0; row < sent->rows;) {
+        const uint64_t tile = row / sent->tile;
+        const float *positive = sent->means + 2 * tile * sent->cols, *negative = positive + sent->cols;
+        const uint64_t tile_end = (tile + 1) * sent->tile < sent->rows ? (tile + 1) * sent->tile : sent->rows;
+        const uint64_t next_row = sent->cols == 1 ? tile_end : row + 1, length = (next_row - row) * sent->cols;
+        for (uint64_t c = 0; c < length; c += WG_SCAN_BLOCK) {
+            const size_t m = length - c < WG_SCAN_BLOCK ? length - c : WG_SCAN_BLOCK;
+            const uint64_t step = sent->cols > 1;
+            const wg_old old = {sent->above, sent->below, positive + c * step, negative + c * step, step};
+            if (!run(&p, *done, m, s, &old)) return p.count;
+            *done += m;
         }
-        indices[kept] = indices[i];
-        values[kept++] = values[i];
+        row = next_row;
+    }
+    return p.count;
+}
+
+/* Keep, in order, the entries of a list with a magnitude above `limit` (given by its bits) and
+ * the first `equals` of that magnitude. With `held`, the others go back there. */
+WG_API void wg_keep_largest(int64_t *indices, float *values, uint64_t n, uint32_t limit, uint64_t equals, float *held) {
+    uint64_t kept = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        const uint32_t u = wg_magnitude(values[i]);
+        if (u > limit || (u == limit && equals > 0)) {
+            equals -= u == limit;
+            indices[kept] = indices[i];
+            values[kept++] = values[i];
+        } else if (held) held[indices[i]] = values[i];
     }
 }
 

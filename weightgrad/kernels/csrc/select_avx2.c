@@ -1,5 +1,5 @@
-/* AVX2 unit of select.c. A block is advanced in one loop that keeps a copy of what it
- * overwrites; if the block then turns out to hold a NaN or Inf, the copy goes back. */
+/* AVX2 unit of select.c. A run is advanced in one loop that keeps a copy of what it
+ * overwrites; if the run then turns out to hold a NaN or Inf, the copy goes back. */
 #include "units.h"
 
 #if WG_HAS_AVX2_UNIT
@@ -7,94 +7,103 @@
 
 typedef struct {
     float held[WG_SCAN_BLOCK], velocity[WG_SCAN_BLOCK];
-    uint32_t kept[WG_SCAN_BLOCK / 32]; /* a bit for each entry beyond the thresholds */
-} block_notes;
+    uint8_t kept[WG_SCAN_BLOCK / 8 + 8]; /* a bit for each entry beyond the thresholds */
+} notes;
 
-/* Advances a whole block and notes what is kept. Returns the bits of the largest |h|. */
-ALWAYS_INLINE uint32_t advance(const float *x, float *held, float *velocity, const wg_selection *s, block_notes *notes,
-                               const int symmetric) {
+/* What the last call sent, taken out: see wg_old. */
+ALWAYS_INLINE F8 take_out(F8 h, const wg_old *old, size_t c) {
+    const F8 up = _mm256_cmp_ps(h, _mm256_set1_ps(old->above), _CMP_GE_OQ);
+    const F8 down = _mm256_cmp_ps(h, _mm256_set1_ps(old->below), _CMP_LE_OQ);
+    const F8 positive = old->step ? _mm256_loadu_ps(old->positive + c) : _mm256_set1_ps(*old->positive);
+    const F8 negative = old->step ? _mm256_loadu_ps(old->negative + c) : _mm256_set1_ps(*old->negative);
+    return _mm256_sub_ps(h, _mm256_or_ps(_mm256_and_ps(up, positive), _mm256_andnot_ps(up, _mm256_and_ps(down, negative))));
+}
+
+/* Advances m elements, a multiple of 8, and notes what is kept. Returns the bits of the largest |h|. */
+ALWAYS_INLINE uint32_t advance(const float *x, float *held, float *velocity, size_t m, const wg_selection *s,
+                               const wg_old *old, notes *n, const int symmetric) {
     const F8 momentum = _mm256_set1_ps(s->momentum), above = _mm256_set1_ps(s->above), below = _mm256_set1_ps(s->below);
     const I8 limit = same(wg_bits(s->above) - 1u);
     I8 top = _mm256_setzero_si256();
-    for (size_t i = 0; i < WG_SCAN_BLOCK; i += 32) {
-        uint32_t mask = 0;
-        for (size_t j = 0; j < 4; j++) {
-            const size_t at = i + 8 * j;
-            if (!x && j % 2 == 0) _mm_prefetch((const char *)(held + at + PREFETCH_FLOATS), _MM_HINT_T0);
-            F8 h = _mm256_loadu_ps(held + at);
-            if (x) {
-                F8 speed = _mm256_loadu_ps(x + at);
-                if (velocity) {
-                    F8 old = _mm256_loadu_ps(velocity + at);
-                    speed = _mm256_add_ps(_mm256_mul_ps(momentum, old), speed);
-                    _mm256_storeu_ps(notes->velocity + at, old);
-                    _mm256_storeu_ps(velocity + at, speed);
-                }
-                _mm256_storeu_ps(notes->held + at, h);
-                h = _mm256_add_ps(h, speed);
-                _mm256_storeu_ps(held + at, h);
+    for (size_t i = 0; i < m; i += 8) {
+        if (!x && i % 16 == 0) _mm_prefetch((const char *)(held + i + PREFETCH_FLOATS), _MM_HINT_T0);
+        F8 h = _mm256_loadu_ps(held + i);
+        if (x) {
+            F8 speed = _mm256_loadu_ps(x + i);
+            if (velocity) {
+                F8 before = _mm256_loadu_ps(velocity + i);
+                speed = _mm256_add_ps(_mm256_mul_ps(momentum, before), speed);
+                _mm256_storeu_ps(n->velocity + i, before);
+                _mm256_storeu_ps(velocity + i, speed);
             }
-            I8 size = magnitude8(h);
-            top = _mm256_max_epu32(top, size);
-            F8 kept = symmetric ? _mm256_castsi256_ps(_mm256_cmpgt_epi32(size, limit))
-                                : _mm256_or_ps(_mm256_cmp_ps(h, above, _CMP_GE_OQ), _mm256_cmp_ps(h, below, _CMP_LE_OQ));
-            mask |= (uint32_t)_mm256_movemask_ps(kept) << 8 * j;
+            _mm256_storeu_ps(n->held + i, h);
+            if (old) h = take_out(h, old, i);
+            h = _mm256_add_ps(h, speed);
+            _mm256_storeu_ps(held + i, h);
         }
-        notes->kept[i / 32] = mask;
+        I8 size = magnitude8(h);
+        top = _mm256_max_epu32(top, size);
+        F8 kept = symmetric ? _mm256_castsi256_ps(_mm256_cmpgt_epi32(size, limit))
+                            : _mm256_or_ps(_mm256_cmp_ps(h, above, _CMP_GE_OQ), _mm256_cmp_ps(h, below, _CMP_LE_OQ));
+        n->kept[i / 8] = (uint8_t)_mm256_movemask_ps(kept);
     }
     return top8(top);
 }
 
-ALWAYS_INLINE uint64_t list(const float *held, const block_notes *notes, const wg_selection *s, uint64_t first, uint64_t count,
-                            int64_t *indices, float *values) {
-    for (size_t i = 0; i < WG_SCAN_BLOCK; i += 64) {
-        uint64_t mask = notes->kept[i / 32] | (uint64_t)notes->kept[i / 32 + 1] << 32;
-        if (count + 64 <= s->capacity) {
-            for (; mask; mask &= mask - 1) {
-                const size_t at = i + (size_t)__builtin_ctzll(mask);
-                indices[count] = (int64_t)(first + at);
-                values[count++] = held[at];
-            }
-        } else {
-            for (; mask; mask &= mask - 1, count++) {
-                const size_t at = i + (size_t)__builtin_ctzll(mask);
-                if (count >= s->capacity) continue;
-                indices[count] = (int64_t)(first + at);
-                values[count] = held[at];
-            }
+ALWAYS_INLINE void list_one(wg_pass *p, uint64_t first, float *held, size_t at, uint64_t place, const int clear) {
+    p->indices[place] = (int64_t)(first + at);
+    p->values[place] = held[at];
+    if (clear) held[at] = 0.0f;
+}
+
+/* Most words of 64 elements hold no more than two entries: two are written without asking. */
+ALWAYS_INLINE void list(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const notes *n, const int clear) {
+    float *held = p->held + first;
+    for (size_t i = 0; i < m; i += 64) {
+        uint64_t mask;
+        memcpy(&mask, n->kept + i / 8, 8);
+        const uint64_t found = (uint64_t)__builtin_popcountll(mask);
+        if (p->count + 64 > s->capacity) {
+            for (; mask; mask &= mask - 1, p->count++)
+                if (p->count < s->capacity) list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), p->count, clear);
+            continue;
         }
-    }
-    return count;
-}
-
-ALWAYS_INLINE uint64_t scan(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,
-                            float *values, uint64_t *done, const int symmetric) {
-    block_notes notes;
-    uint64_t count = 0, i = 0;
-    for (; i + WG_SCAN_BLOCK <= n; i += WG_SCAN_BLOCK) {
-        float *speed = velocity ? velocity + i : NULL;
-        if (advance(x ? x + i : NULL, held + i, speed, s, &notes, symmetric) >= WG_INFINITY) {
-            if (x) memcpy(held + i, notes.held, sizeof notes.held);
-            if (velocity) memcpy(speed, notes.velocity, sizeof notes.velocity);
-            *done = i;
-            return count;
+        if (clear) {
+            for (; mask; mask &= mask - 1) list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), p->count++, 1);
+            continue;
         }
-        count = list(held + i, &notes, s, s->first + i, count, indices, values);
+        for (uint64_t k = 0; k < 2; k++, mask &= mask - 1) {
+            const size_t at = i + (mask ? (size_t)__builtin_ctzll(mask) : 0);
+            list_one(p, first, held, at, p->count + k, 0);
+        }
+        if (found > 2)
+            for (uint64_t k = 2; k < found; k++, mask &= mask - 1)
+                list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), p->count + k, 0);
+        p->count += found;
     }
-    *done = i;
-    return wg_scan_rest(x, held, velocity, n, s, count, indices, values, done);
 }
 
-ALWAYS_INLINE uint64_t scan_either(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s,
-                                   int64_t *indices, float *values, uint64_t *done) {
-    if (s->above > 0 && s->below == -s->above) return scan(x, held, velocity, n, s, indices, values, done, 1);
-    return scan(x, held, velocity, n, s, indices, values, done, 0);
+ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old,
+                             const int with_x, const int with_velocity) {
+    notes n;
+    const float *x = with_x ? p->x + first : NULL;
+    float *held = p->held + first, *velocity = with_velocity ? p->velocity + first : NULL;
+    memset(n.kept + m / 8, 0, 8);
+    const uint32_t top = s->above > 0 && s->below == -s->above ? advance(x, held, velocity, m, s, old, &n, 1)
+                                                                : advance(x, held, velocity, m, s, old, &n, 0);
+    if (top >= WG_INFINITY) {
+        if (x) memcpy(held, n.held, m * sizeof(float));
+        if (velocity) memcpy(velocity, n.velocity, m * sizeof(float));
+        return 0;
+    }
+    if (s->clear) list(p, first, m, s, &n, 1);
+    else list(p, first, m, s, &n, 0);
+    return 1;
 }
 
-uint64_t wg_scan_avx2(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,
-                      float *values, uint64_t *done) {
-    if (!x) return scan_either(NULL, held, NULL, n, s, indices, values, done);
-    if (!velocity) return scan_either(x, held, NULL, n, s, indices, values, done);
-    return scan_either(x, held, velocity, n, s, indices, values, done);
+int wg_select_run_avx2(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old) {
+    if (!p->x) return select_run(p, first, m, s, NULL, 0, 0);
+    if (p->velocity) return select_run(p, first, m, s, NULL, 1, 1);
+    return old ? select_run(p, first, m, s, old, 1, 0) : select_run(p, first, m, s, NULL, 1, 0);
 }
 #endif

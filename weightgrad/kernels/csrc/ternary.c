@@ -36,24 +36,35 @@ void wg_ternary_decode_run(const uint8_t *codes, size_t m, float scale, int mode
 /* One float of D or, without curvature, one. */
 static float weight_of(const float *d, uint64_t i) { return d ? d[i] : 1.0f; }
 
-void wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double lane[2][16]) {
+uint32_t wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double group[2][16]) {
+    uint32_t top = 0;
     for (size_t i = 0; i < m; i++) {
         float a = wg_float(wg_magnitude(w[i]));
+        top = wg_bits(a) > top ? wg_bits(a) : top;
+        if (d) top = wg_bits(d[i]) > top ? wg_bits(d[i]) : top;
         if (a > threshold) {
             float weight = weight_of(d, i);
-            lane[0][i & 15] += (double)(weight * a);
-            lane[1][i & 15] += (double)weight;
+            group[0][i & 15] += (double)(weight * a);
+            group[1][i & 15] += (double)weight;
         }
     }
+    return top;
 }
 
-static void ternary_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
+static uint32_t ternary_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
+    uint32_t top = 0;
     for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
         size_t m = n - start < WG_BLOCK ? n - start : WG_BLOCK;
-        double lane[2][16] = {{0}};
-        wg_ternary_sums_run(w + start, d ? d + start : NULL, m, threshold, lane);
+        double lane[2][16] = {{0}}, group[2][16] = {{0}};
+        for (size_t i = 0; i < m; i += WG_GROUP) {
+            size_t some = m - i < WG_GROUP ? m - i : WG_GROUP;
+            uint32_t own = wg_ternary_sums_run(w + start + i, d ? d + start + i : NULL, some, threshold, group);
+            top = own > top ? own : top;
+            wg_close_group(group, lane, 2);
+        }
         wg_fold_lanes(lane, 2, partials);
     }
+    return top;
 }
 
 void wg_ternary_threshold_run(const float *w, size_t m, float threshold, uint8_t *codes) {
@@ -66,20 +77,26 @@ void wg_ternary_threshold_run(const float *w, size_t m, float threshold, uint8_t
 }
 
 /* Weighted sums for a scale of m-bit weights: b = level of w, S1 = sum D*b*w, S2 = sum D*b*b. */
-WG_API void wg_level_sums(const float *w, const float *d, uint64_t n, float alpha, int levels, double *partials) {
+WG_API uint32_t wg_level_sums(const float *w, const float *d, uint64_t n, float alpha, int levels, double *partials) {
     wg_ruler ruler = wg_make_ruler(alpha, levels);
+    uint32_t top = 0;
     for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
         size_t m = n - start < WG_BLOCK ? n - start : WG_BLOCK;
-        double lane[2][16] = {{0}};
+        double lane[2][16] = {{0}}, group[2][16] = {{0}};
         for (size_t i = 0; i < m; i++) {
             float x = w[start + i];
+            top = wg_magnitude(x) > top ? wg_magnitude(x) : top;
+            if (d) top = wg_bits(d[start + i]) > top ? wg_bits(d[start + i]) : top;
             float b = (float)((int32_t)wg_level(x, ruler, levels, 0x8000u, 1) - levels);
             float db = weight_of(d, start + i) * b;
-            lane[0][i & 15] += (double)(db * x);
-            lane[1][i & 15] += (double)(db * b);
+            group[0][i & 15] += (double)(db * x);
+            group[1][i & 15] += (double)(db * b);
+            if ((i + 1) % WG_GROUP == 0) wg_close_group(group, lane, 2);
         }
+        wg_close_group(group, lane, 2);
         wg_fold_lanes(lane, 2, partials);
     }
+    return top;
 }
 
 WG_API void wg_ternary(const float *x, float *residual, uint64_t n, float scale, uint64_t key, uint64_t first, uint8_t *codes) {
@@ -103,14 +120,13 @@ WG_API void wg_ternary_decode(const uint8_t *codes, uint64_t n, float scale, int
     wg_ternary_decode_run(codes, n, scale, mode, out);
 }
 
-WG_API void wg_ternary_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
+/* Returns the largest of the bits of |w| and of D: from WG_INFINITY on, something is not finite or D
+ * is negative. */
+WG_API uint32_t wg_ternary_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
 #if WG_HAS_AVX2_UNIT
-    if (wg_isa()) {
-        wg_ternary_sums_avx2(w, d, n, threshold, partials);
-        return;
-    }
+    if (wg_isa()) return wg_ternary_sums_avx2(w, d, n, threshold, partials);
 #endif
-    ternary_sums(w, d, n, threshold, partials);
+    return ternary_sums(w, d, n, threshold, partials);
 }
 
 WG_API void wg_ternary_threshold(const float *w, uint64_t n, float threshold, uint8_t *codes) {

@@ -79,40 +79,55 @@ void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int m
     }
 }
 
-ALWAYS_INLINE void kept_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
+/* One group of WG_GROUP elements or fewer into its sixteen lanes. */
+ALWAYS_INLINE uint32_t kept_group(const float *w, const float *d, size_t m, float threshold, I8 *top, double lane[2][16]) {
     const F8 above = _mm256_set1_ps(threshold), ones = _mm256_set1_ps(1.0f);
-    for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
-        const size_t m = n - start < WG_BLOCK ? n - start : WG_BLOCK;
-        __m256d acc[2][4];
-        for (int s = 0; s < 2; s++)
-            for (int j = 0; j < 4; j++) acc[s][j] = _mm256_setzero_pd();
-        size_t i = 0;
-        for (; i + 16 <= m; i += 16) {
-            _mm_prefetch((const char *)(w + start + i + PREFETCH_FLOATS), _MM_HINT_T0);
-            if (d) _mm_prefetch((const char *)(d + start + i + PREFETCH_FLOATS), _MM_HINT_T0);
-            for (size_t j = 0; j < 2; j++) {
-                const uint64_t at = start + i + 8 * j;
-                F8 a = _mm256_castsi256_ps(magnitude8(_mm256_loadu_ps(w + at)));
-                F8 kept = _mm256_cmp_ps(a, above, _CMP_GT_OQ);
-                F8 weight = _mm256_and_ps(kept, d ? _mm256_loadu_ps(d + at) : ones);
-                F8 product = _mm256_and_ps(kept, _mm256_mul_ps(weight, a));
-                acc[0][2 * j] = _mm256_add_pd(acc[0][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(product)));
-                acc[0][2 * j + 1] = _mm256_add_pd(acc[0][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(product, 1)));
-                acc[1][2 * j] = _mm256_add_pd(acc[1][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(weight)));
-                acc[1][2 * j + 1] = _mm256_add_pd(acc[1][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(weight, 1)));
-            }
+    __m256d acc[2][4];
+    for (int s = 0; s < 2; s++)
+        for (int j = 0; j < 4; j++) acc[s][j] = _mm256_setzero_pd();
+    size_t i = 0;
+    for (; i + 16 <= m; i += 16) {
+        _mm_prefetch((const char *)(w + i + PREFETCH_FLOATS), _MM_HINT_T0);
+        if (d) _mm_prefetch((const char *)(d + i + PREFETCH_FLOATS), _MM_HINT_T0);
+        for (size_t j = 0; j < 2; j++) {
+            F8 a = _mm256_castsi256_ps(magnitude8(_mm256_loadu_ps(w + i + 8 * j)));
+            F8 all = d ? _mm256_loadu_ps(d + i + 8 * j) : ones;
+            *top = _mm256_max_epu32(*top, _mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(all)));
+            F8 weight = _mm256_and_ps(_mm256_cmp_ps(a, above, _CMP_GT_OQ), all);
+            F8 product = _mm256_mul_ps(weight, a);
+            acc[0][2 * j] = _mm256_add_pd(acc[0][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(product)));
+            acc[0][2 * j + 1] = _mm256_add_pd(acc[0][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(product, 1)));
+            acc[1][2 * j] = _mm256_add_pd(acc[1][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(weight)));
+            acc[1][2 * j + 1] = _mm256_add_pd(acc[1][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(weight, 1)));
         }
-        double lane[2][16];
-        for (int s = 0; s < 2; s++)
-            for (int j = 0; j < 4; j++) _mm256_storeu_pd(&lane[s][4 * j], acc[s][j]);
-        if (i < m) wg_ternary_sums_run(w + start + i, d ? d + start + i : NULL, m - i, threshold, lane);
-        wg_fold_lanes(lane, 2, partials);
     }
+    double group[2][16];
+    for (int s = 0; s < 2; s++)
+        for (int j = 0; j < 4; j++) _mm256_storeu_pd(&group[s][4 * j], acc[s][j]);
+    uint32_t rest = i < m ? wg_ternary_sums_run(w + i, d ? d + i : NULL, m - i, threshold, group) : 0;
+    wg_close_group(group, lane, 2);
+    return rest;
 }
 
-void wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
-    if (d) kept_sums(w, d, n, threshold, partials);
-    else kept_sums(w, NULL, n, threshold, partials);
+ALWAYS_INLINE uint32_t kept_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
+    I8 top = _mm256_setzero_si256();
+    uint32_t rest = 0;
+    for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
+        const uint64_t stop = n - start < WG_BLOCK ? n : start + WG_BLOCK;
+        double lane[2][16] = {{0}};
+        for (uint64_t i = start; i < stop; i += WG_GROUP) {
+            const size_t m = stop - i < WG_GROUP ? stop - i : WG_GROUP;
+            uint32_t own = kept_group(w + i, d ? d + i : NULL, m, threshold, &top, lane);
+            rest = own > rest ? own : rest;
+        }
+        wg_fold_lanes(lane, 2, partials);
+    }
+    const uint32_t body = top8(top);
+    return body > rest ? body : rest;
+}
+
+uint32_t wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
+    return d ? kept_sums(w, d, n, threshold, partials) : kept_sums(w, NULL, n, threshold, partials);
 }
 
 void wg_ternary_threshold_avx2(const float *w, uint64_t n, float threshold, uint8_t *codes) {

@@ -4,7 +4,18 @@
 
 #include "scalar.h"
 
-/* Sixteen double lanes -> one partial sum, for each of `sums` sums. */
+/* A block sum: sixteen double lanes; sixteen rows of them make a group, the groups are added in
+ * order, and the lanes are halved: 16 -> 8 -> 4 -> 2 -> 1. */
+#define WG_GROUP 256u
+
+static inline void wg_close_group(double group[][16], double lane[][16], int sums) {
+    for (int s = 0; s < sums; s++)
+        for (int i = 0; i < 16; i++) {
+            lane[s][i] += group[s][i];
+            group[s][i] = 0.0;
+        }
+}
+
 static inline void wg_fold_lanes(double lane[][16], int sums, double *partials) {
     for (int s = 0; s < sums; s++) {
         for (int half = 8; half; half /= 2)
@@ -32,16 +43,22 @@ void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, u
 /* moments */
 uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, double *partials);
 
+uint32_t wg_largest_avx2(const float *x, uint64_t n);
+
+/* lookup */
+void wg_lookup_run(const uint8_t *codes, uint64_t n, int bits, const float *table, int mode, float *out);
+void wg_lookup_avx2(const uint8_t *codes, uint64_t n, int bits, const float *table, int mode, float *out);
+
 /* ternary */
 void wg_ternary_run(const float *x, float *residual, size_t m, float scale, wg_ruler ruler, uint64_t key, uint64_t index,
                     uint8_t *codes);
 void wg_ternary_decode_run(const uint8_t *codes, size_t m, float scale, int mode, float *out);
-void wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double lane[2][16]);
+uint32_t wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double lane[2][16]);
 void wg_ternary_threshold_run(const float *w, size_t m, float threshold, uint8_t *codes);
 void wg_ternary_avx2(const float *x, float *residual, uint64_t n, float scale, wg_ruler ruler, uint64_t key, uint64_t first,
                      uint8_t *codes);
 void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int mode, float *out);
-void wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials);
+uint32_t wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials);
 void wg_ternary_threshold_avx2(const float *w, uint64_t n, float threshold, uint8_t *codes);
 
 /* columns */
@@ -81,9 +98,22 @@ void wg_onebit_decode_avx2(const uint8_t *bits, const float *means, uint64_t row
 void wg_signs_avx2(const float *x, uint64_t n, uint8_t *bits);
 
 /* select */
-uint64_t wg_scan_rest(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, uint64_t count,
-                      int64_t *indices, float *values, uint64_t *done);
-uint64_t wg_scan_avx2(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,
-                      float *values, uint64_t *done);
+typedef struct {
+    float above, below;
+    const float *positive, *negative; /* the column means of this run, or one of each */
+    uint64_t step;                    /* 1 for columns, 0 for one mean */
+} wg_old;
+
+typedef struct {
+    const float *x;
+    float *held, *velocity;
+    int64_t *indices;
+    float *values;
+    uint64_t count;
+} wg_pass;
+
+/* m elements from index `first` on; 0 when one is not finite: then nothing was written. */
+int wg_select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
+int wg_select_run_avx2(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
 
 #endif

@@ -51,9 +51,17 @@ typedef struct {
 typedef struct {
     float above, below; /* keep h >= above or h <= below */
     float momentum;     /* used when velocity is given */
-    uint64_t first;     /* added to every index */
+    int32_t clear;      /* zero `held` at what is listed */
     uint64_t capacity;  /* of indices and values */
 } wg_selection;
+
+/* What the last selection sent: h >= above as the positive mean of its column, h <= below as
+ * the negative one. Means are tiles x 2 x cols; `cols` may be 1. */
+typedef struct {
+    float above, below;
+    uint64_t rows, cols, tile;
+    const float *means;
+} wg_sent;
 
 #define WG_BLOCK 4096u      /* elements under one partial sum */
 #define WG_SCAN_BLOCK 1024u /* elements looked at before any is written: fits the first-level cache */
