@@ -227,7 +227,7 @@ def test_scan(n: int, form: str, thresholds: select.Thresholds) -> None:
         got = select.scan(x, held, velocity, 0.9, thresholds, n // 3)
         assert got.done == n
         after = [held, *([] if velocity is None else [velocity])]
-        count = torch.tensor([got.count])
+        count = torch.tensor([got.total])
         keep = got.indices.numel() // 2
         kept = select.keep_largest(got.indices.clone(), got.values.clone(), keep)
         changed = values(n, 3)

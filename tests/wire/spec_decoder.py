@@ -3,7 +3,7 @@
     shape, values = decode_frame(data)      # values: float32, already rounded to the frame's dtype
 
 It is slow and plain on purpose: each function is one section of the document. What the document
-says must be refused raises `Rejected`, whose `kind` is the name of the error in the document.
+says must be refused raises `RejectedError`, whose `kind` is the name of the error in the document.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TILE = 32768
 ZERO = np.float32(0.0)
 
 
-class Rejected(Exception):
+class RejectedError(Exception):
     """A frame, or what it holds, that a reader must refuse."""
 
     def __init__(self, kind: str, why: str = "") -> None:
@@ -32,7 +32,7 @@ class Rejected(Exception):
 
 def require(good: bool, kind: str, why: str = "") -> None:
     if not good:
-        raise Rejected(kind, why)
+        raise RejectedError(kind, why)
 
 
 # The frame.
@@ -261,7 +261,8 @@ def sparse(params: bytes, body: bytes, shape: Shape) -> Values:
     entries, unary_bits, rice, w, values_format = struct.unpack("<QQBBBx", params[:20])
     n = count(shape)
     require(entries <= n and rice <= 1 and w <= 56 and values_format in FORMATS, "ParamsError")
-    require(unary_bits == 0 or rice == 1, "ParamsError")
+    require(values_format != 9, "ParamsError", "nested")
+    require(unary_bits >= entries if rice else unary_bits == 0, "ParamsError")
     low_bytes, unary_bytes = up(entries * w, 8), up(unary_bits, 8)
     values_at = up(low_bytes + unary_bytes, 8) * 8
     require(len(body) >= values_at, "BodyLengthError")

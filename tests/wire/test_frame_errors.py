@@ -143,9 +143,7 @@ def test_elements_over_the_limit() -> None:
         wire.parse(FRAME, limits=wire.Limits(max_elements=1))
 
 
-@pytest.mark.parametrize(
-    "shape", [(2**33, 2**33), (2**63,), (2**64 - 1,) * 16, (0, 2**62, 2**62), (2**62, 2**62, 0)]
-)
+@pytest.mark.parametrize("shape", [(2**33, 2**33), (2**63,), (2**64 - 1,) * 16, (0, 2**62, 2**62), (2**62, 2**62, 0)])
 def test_product_of_the_shape_does_not_wrap(shape: tuple[int, ...]) -> None:
     header = bytearray(wire.to_bytes(payload(shape=(1,) * len(shape))))
     header[24 : 24 + 8 * len(shape)] = b"".join(map(u64, shape))

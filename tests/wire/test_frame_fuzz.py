@@ -20,9 +20,7 @@ from weightgrad.codecs.payload import Payload
 
 MUTANTS = 120_000
 LIMITS = wire.Limits(max_elements=4096, max_body_bytes=512)
-EXTREMES = (
-    [0, 1, 7, 8, 512, 513] + [2**bits + by for bits in (8, 16, 31, 32, 63) for by in (-1, 0)] + [2**64 - 1]
-)
+EXTREMES = [0, 1, 7, 8, 512, 513] + [2**bits + by for bits in (8, 16, 31, 32, 63) for by in (-1, 0)] + [2**64 - 1]
 # Offset and width of every field of the header, and of the first two dimensions.
 FIELDS = [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1), (8, 2), (10, 2), (12, 4), (16, 8), (24, 8), (32, 8)]
 
@@ -138,9 +136,7 @@ def test_no_noise_escapes() -> None:
     rng = random.Random(7)
     frames = seeds(rng)
     for _ in range(2_000):
-        stream = b"".join(
-            bytes(mutant(rng, frames)) if rng.random() < 0.3 else rng.choice(frames) for _ in range(4)
-        )
+        stream = b"".join(bytes(mutant(rng, frames)) if rng.random() < 0.3 else rng.choice(frames) for _ in range(4))
         taken = 0
         try:
             for payload in wire.frames(stream, limits=LIMITS):

@@ -1,2 +1,31 @@
-"""placeholder"""
-def main() -> None: ...
+"""The `weightgrad` command: one file a subcommand, no logic."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from weightgrad.cli import bench, codecs, doctor, inspect, tour
+from weightgrad.errors import WeightGradError
+
+app = typer.Typer(
+    help="Train one neural network on data in several data centers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+app.command("codecs")(codecs.codecs)
+app.command("doctor")(doctor.doctor)
+app.command("inspect")(inspect.inspect)
+app.command("tour")(tour.tour)
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line, not a traceback."""
+    try:
+        app()
+    except WeightGradError as error:
+        print(f"weightgrad: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)

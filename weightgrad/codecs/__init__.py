@@ -1,9 +1,9 @@
 """Tensor to compact payload and back: every published quantizer behind one interface.
 
-    codec = codecs.parse("ef(topk(0.01) > qsgd(bits=4))")
-    state = codec.init(x)
-    payload, state = codec.encode(x, state, key)
-    y = codecs.decode(payload)
+codec = codecs.parse("ef(topk(0.01) > qsgd(bits=4))")
+state = codec.init(x)
+payload, state = codec.encode(x, state, key)
+y = codecs.decode(payload)
 """
 
 from weightgrad.codecs.adaptive import Adaptive

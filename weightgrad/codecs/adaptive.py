@@ -23,7 +23,7 @@ from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.registry import floats, register, sections, unpack_params
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import BodyContentError
-from weightgrad.kernels import csc, fixed, noise, select
+from weightgrad.kernels import csc, fixed, halves, noise, select
 
 PARAMS = "<QQ"  # entries, columns that have any
 _SAMPLE = 1 << 16
@@ -118,7 +118,7 @@ class Adaptive(Codec):
     ) -> select.Selected:
         """The scan's list, made again with more room if it did not fit."""
         found = scan(self._room(n)) if found is None else found
-        return found if found.complete else scan(found.count)
+        return found if found.complete else scan(found.total)
 
     def _lazy_sample(self, flat: Tensor, held: Tensor, sent: select.Sent, key: int) -> Tensor:
         """A sample of x + error, where the error of what was sent is taken as zero: it is small."""
@@ -129,9 +129,11 @@ class Adaptive(Codec):
     def _thresholds(self, sample: Tensor) -> select.Thresholds:
         """tau+ and tau-: the magnitude above which 1/pi of each sign lies."""
         limits = []
-        for part in (sample[sample > 0], -sample[sample < 0]):
-            kept = max(1, round(part.numel() / self.pi))
-            bits = select.kth_largest(fixed.magnitude_bits(part), kept) if part.numel() else fixed.INFINITY_BITS
+        for part in (sample, -sample):
+            positive = int((part > 0).sum())
+            kept = max(1, round(positive / self.pi))
+            # Positive floats order like their bits, above all negative ones.
+            bits = select.kth_largest(part.view(torch.int32), kept) if positive else fixed.INFINITY_BITS
             limits.append(fixed.float_of_bits(bits))
         return select.Thresholds(limits[0], -limits[1])
 
@@ -162,5 +164,5 @@ def decode_adaptive(payload: Payload, out: Tensor, mode: int) -> None:
     if placed is None:
         raise BodyContentError("adaptive: an entry lies outside its column, or rows do not ascend")
     if mode == fixed.STORE:
-        out.zero_()
+        halves.clear(out)
     select.scatter(placed[0], placed[1], out, mode)

@@ -15,6 +15,7 @@ from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, not_fi
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.spec import codec
+from weightgrad.errors import SpecError
 from weightgrad.kernels.moments import moments
 
 
@@ -28,6 +29,8 @@ class Clip(Stage):
 
     def __post_init__(self) -> None:
         between("clip", "sigma", self.sigma, 1e-3, 1e6)
+        if not isinstance(self.then, Codec):
+            raise SpecError(f"clip: expected a codec behind '>', got {self.then!r}")
 
     @property
     def carries_error(self) -> bool:

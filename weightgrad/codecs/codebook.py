@@ -27,7 +27,7 @@ _ROUNDS = 100
 
 def centres_of(flat: Tensor, count: int) -> Tensor:
     """The k-means centres of a flat tensor, ascending; equal ones where there are too few values."""
-    stride = max(1, flat.numel() // _SAMPLE)
+    stride = -(-flat.numel() // _SAMPLE)
     sample = torch.sort(flat[::stride].to("cpu", torch.float64)).values
     total = torch.cat((sample.new_zeros(1), torch.cumsum(sample, 0)))
     last = sample.numel() - 1

@@ -9,6 +9,7 @@ model; copying it would cost more than the codec). Decoding never needs the send
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar, TypeAlias
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from weightgrad.codecs.payload import Payload
 from weightgrad.errors import EncodeError, NonFiniteError, SpecError, StateError
-from weightgrad.kernels import MAX_ELEMENTS
+from weightgrad.kernels import MAX_ELEMENTS, select
 from weightgrad.kernels.fixed import INFINITY_BITS
 from weightgrad.kernels.moments import largest_bits
 
@@ -48,9 +49,7 @@ class Codec(ABC):
         return {}
 
     @abstractmethod
-    def encode(
-        self, x: Tensor, state: State, key: int, *, out: Tensor | None = None
-    ) -> tuple[Payload, State]:
+    def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """Encode a tensor. `out` is an optional uint8 buffer for the body, to be reused by the caller."""
 
     def encode_feedback(
@@ -63,8 +62,7 @@ class Codec(ABC):
         from weightgrad.codecs.registry import decode_into
 
         flat = flat32(x)
-        require_finite(flat)
-        residual += flat
+        advance(residual, flat)
         try:
             payload, state = self.encode(residual.view(x.shape), state, key, out=out)
         except EncodeError:
@@ -141,6 +139,14 @@ def require_finite(flat: Tensor) -> None:
         )
 
 
+def advance(residual: Tensor, flat: Tensor) -> None:
+    """residual += flat, unless that would make a NaN or Inf: then NonFiniteError, and it is as before."""
+    done = select.scan(flat, residual, None, 0.0, select.Thresholds(math.inf, -math.inf), 0).done
+    if done < flat.numel():
+        residual[:done] -= flat[:done]
+        raise not_finite(flat)
+
+
 def not_finite(flat: Tensor) -> NonFiniteError:
     """The error for a tensor in which a kernel met a NaN or Inf; names the element."""
     try:
@@ -156,6 +162,8 @@ def body_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device != device:
         raise EncodeError("out must be a contiguous 1-D uint8 tensor on the tensor's device")
+    if out.storage_offset() % 8:
+        raise EncodeError("out must start at a multiple of 8 bytes in its storage; do not slice it unevenly")
     if out.numel() < nbytes:
         raise EncodeError(f"out has {out.numel()} bytes and this tensor may take {nbytes}")
     return out[:nbytes]
@@ -175,7 +183,7 @@ def state_tensor(state: State, name: str, shape: tuple[int, ...], codec: Codec) 
 
 def choose(owner: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
     """Validate a field that has a short list of values."""
-    if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
+    if not any(type(value) is type(one) and value == one for one in allowed):
         raise SpecError(f"{owner}: {field}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}")
 
 

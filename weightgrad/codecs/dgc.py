@@ -21,6 +21,7 @@ from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.sparse import Carried, check_values_codec, entries_for, largest, leave_error, pack_entries
 from weightgrad.codecs.spec import codec
+from weightgrad.errors import EncodeError
 from weightgrad.kernels import select
 from weightgrad.kernels.moments import moments
 
@@ -79,7 +80,11 @@ class Dgc(Stage):
                 flat = flat * (self.clip / norm)
         carried = Carried(flat, residual, velocity, self.momentum)
         chosen = largest(carried, entries_for(self.fraction_at(step), n), key)
-        payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key)
+        try:
+            payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key)
+        except EncodeError:  # the codec of the values refuses one: nothing was sent
+            carried.roll_back(n)
+            raise
         leave_error(inner, chosen, residual)
         select.scatter(chosen.indices, None, velocity)
         new = {"velocity": velocity, "residual": residual, "step": torch.tensor(step + 1, dtype=torch.int64)}

@@ -9,6 +9,7 @@ levels: the paper's recursive code is no shorter at these sizes.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -88,9 +89,21 @@ def decode_elias(payload: Payload, out: Tensor, mode: int) -> None:
         raise BodyContentError(f"elias: bucket lengths add up to {int(lengths.sum())} bytes, not {total}")
     if n == 0:
         return
+    if mode != fixed.STORE:  # look at all of it before any of it is added
+        for _ in _chunks(scales, lengths, stream, n, bucket, levels):
+            pass
+    for start, codes, own in _chunks(scales, lengths, stream, n, bucket, levels):
+        m = codes.numel()
+        kernel.dequantize(codes, own, m, bucket, 8, levels, out[start : start + m], mode)
+
+
+def _chunks(
+    scales: Tensor, lengths: Tensor, stream: Tensor, n: int, bucket: int, levels: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(first element, codes, scales) of a chunk of buckets at a time."""
     per = max(1, fixed.CHUNK // bucket)
     at = 0
-    for first in range(0, buckets, per):
+    for first in range(0, lengths.numel(), per):
         some = lengths[first : first + per]
         size = int(some.sum())
         start = first * bucket
@@ -98,6 +111,5 @@ def decode_elias(payload: Payload, out: Tensor, mode: int) -> None:
         codes = stream_kernel.elias_decode(stream[at : at + size].contiguous(), some, m, bucket, levels)
         if codes is None:
             raise BodyContentError(f"elias: the stream of elements {start}..{start + m} is not a code")
-        own = scales[first : first + per].contiguous()
-        kernel.dequantize(codes, own, m, bucket, 8, levels, out[start : start + m], mode)
+        yield start, codes, scales[first : first + per].contiguous()
         at += size

@@ -16,25 +16,19 @@ from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.registry import register, sections, unpack_params
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import RangeError
-from weightgrad.kernels import fixed
-from weightgrad.kernels.moments import largest_bits
+from weightgrad.kernels import halves as kernel
 
 # Bits of the largest float32 that still rounds to a finite value.
 _LARGEST = {torch.float32: 0x7F7FFFFF, torch.float16: 0x477FEFFF, torch.bfloat16: 0x7F7F7FFF}
 
 
 def _encode(name: str, dtype: torch.dtype, x: Tensor, out: Tensor | None) -> Payload:
-    """Convert and check a chunk at a time, while it is in the cache."""
     flat = flat32(x)
     body = body_room(out, flat.numel() * dtype.itemsize, flat.device)
-    typed = body.view(dtype)
-    for start in range(0, flat.numel(), fixed.CHUNK):
-        piece = flat[start : start + fixed.CHUNK]
-        typed[start : start + fixed.CHUNK] = piece
-        if largest_bits(piece) > _LARGEST[dtype]:
-            require_finite(flat)
-            place = start + int(piece.abs().argmax())
-            raise RangeError(f"element {place} is {float(flat[place])}, too large for {name}; use bf16 or fp32")
+    if kernel.narrow(flat, body.view(dtype)) > _LARGEST[dtype]:
+        require_finite(flat)
+        place = int(flat.abs().argmax())
+        raise RangeError(f"element {place} is {float(flat[place])}, too large for {name}; use bf16 or fp32")
     return Payload(name, x.dtype, tuple(x.shape), b"", body)
 
 
@@ -43,13 +37,7 @@ def _decode(dtype: torch.dtype, payload: Payload, out: Tensor, mode: int) -> Non
     (body,) = sections(payload, payload.numel * dtype.itemsize)
     if body.storage_offset() % dtype.itemsize:
         body = body.clone()
-    typed = body.view(dtype)
-    if mode == fixed.STORE:
-        out.copy_(typed)
-        return
-    for start in range(0, out.numel(), fixed.CHUNK):
-        piece = slice(start, start + fixed.CHUNK)
-        fixed.put(out[piece], typed[piece].to(torch.float32), mode)
+    kernel.widen(body.view(dtype), out, mode)
 
 
 @codec("fp32")

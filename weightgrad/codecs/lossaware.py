@@ -19,6 +19,7 @@ The curvature is an argument of `encode`; without it D = 1. Biased, and meant fo
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ from weightgrad.codecs.qsgd import UNIFORM
 from weightgrad.codecs.sign import SIGN
 from weightgrad.codecs.spec import codec
 from weightgrad.codecs.terngrad import TERNARY
-from weightgrad.errors import EncodeError, SpecError
+from weightgrad.errors import EncodeError, RangeError, SpecError
 from weightgrad.kernels import bits as bitstream
 from weightgrad.kernels import bucket, columns, fixed, select, ternary
 
@@ -187,7 +188,13 @@ def _checked(sums: ternary.WeightedSums, w: Tensor, d: Tensor | None) -> float:
     """The least squares scale; an error that names the element when something is not finite."""
     if not sums.finite:
         _require_good(w, d)
+    if not math.isfinite(sums.first) or not math.isfinite(sums.ratio):
+        raise _too_large()
     return sums.ratio
+
+
+def _too_large() -> RangeError:
+    return RangeError("lossaware: weights times curvature overflow float32; scale one of them down")
 
 
 def _require_good(w: Tensor, d: Tensor | None) -> None:
@@ -216,4 +223,6 @@ def _sign_bits(w: Tensor) -> Tensor:
 
 def _body(scales: Tensor | list[float], codes: Tensor) -> Tensor:
     head = torch.as_tensor(scales, dtype=torch.float64).to(codes.device, torch.float32)
+    if not bool(torch.isfinite(head).all()):
+        raise _too_large()
     return torch.cat((head.view(torch.uint8), codes))

@@ -77,9 +77,7 @@ class OneBit(Codec):
         kernel.onebit_decode(bits, means, grid, residual, fixed.SUBTRACT)
         return payload, state
 
-    def _encode(
-        self, x: Tensor, held: Tensor | None, old: Tensor | None, out: Tensor | None
-    ) -> tuple[Payload, Tensor]:
+    def _encode(self, x: Tensor, held: Tensor | None, old: Tensor | None, out: Tensor | None) -> tuple[Payload, Tensor]:
         flat = flat32(x)
         grid = matrix_grid(tuple(x.shape))
         sizes = onebit_sizes(grid)

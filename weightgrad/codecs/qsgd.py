@@ -100,6 +100,7 @@ def decode_uniform(payload: Payload, out: Tensor, mode: int) -> None:
     scales = floats(scale_bytes)
     if n == 0:
         return
+    group = min(group, n)
     if bits in (2, 3, 4, 8) and (group % 32 == 0 or group >= n):
         kernel.dequantize(codes, scales, n, -(-group // 32) * 32, bits, levels, out, mode)
         return
@@ -110,5 +111,3 @@ def decode_uniform(payload: Payload, out: Tensor, mode: int) -> None:
         level = bitstream.unpack(codes[at : at + -(-m * bits // 8)], m, bits).to(torch.float32) - float(levels)
         own = torch.arange(start, start + m, device=out.device) // group
         fixed.put(out[start : start + m], level * scales[own], mode)
-
-

@@ -29,7 +29,7 @@ from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import BodyContentError, EncodeError, ParamsError, SpecError
-from weightgrad.kernels import bits, fixed, noise, select
+from weightgrad.kernels import bits, fixed, halves, noise, select
 
 PARAMS = "<QQBBBx"  # entries, bits of the unary stream, Rice?, width, format of the values
 _SAMPLE = 1 << 16
@@ -40,6 +40,8 @@ def check_values_codec(owner: str, then: Codec) -> None:
     """Values are other entries every time, so their codec cannot carry anything over."""
     if not isinstance(then, Codec):
         raise SpecError(f"{owner}: expected a codec behind '>', got {then!r}")
+    if isinstance(then, Selector):
+        raise SpecError(f"{owner} > {then}: the values are chosen already; choose once, then quantize")
     if then.init(torch.zeros(1)):
         raise SpecError(
             f"{owner} > {then}: the values are other entries every time, so their codec cannot keep state; "
@@ -47,17 +49,13 @@ def check_values_codec(owner: str, then: Codec) -> None:
         )
 
 
-def pack_entries(
-    indices: Tensor, values: Tensor, like: Tensor, then: Codec, key: int
-) -> tuple[Payload, Payload]:
+def pack_entries(indices: Tensor, values: Tensor, like: Tensor, then: Codec, key: int) -> tuple[Payload, Payload]:
     """The sparse payload of sorted int64 indices, and the payload of the values inside it."""
     inner, _ = then.encode(values, {}, noise.derive(key, 1))
     code = bits.best_gap_code(indices)
     low, unary = bits.pack_gaps(indices, code)
     gap = torch.zeros(-(low.numel() + unary.numel()) % 8, dtype=torch.uint8, device=values.device)
-    head = struct.pack(
-        PARAMS, indices.numel(), code.unary_bits, code.rice, code.width, registry.wire_id(inner.codec)
-    )
+    head = struct.pack(PARAMS, indices.numel(), code.unary_bits, code.rice, code.width, registry.wire_id(inner.codec))
     body = torch.cat((low, unary, gap, inner.body))
     return Payload("sparse", like.dtype, tuple(like.shape), head + inner.params, body), inner
 
@@ -71,7 +69,8 @@ def decode_sparse(payload: Payload, out: Tensor, mode: int) -> None:
     count, unary_bits, rice, width, identifier = struct.unpack(PARAMS, payload.params[:size])
     name = registry.wire_name(identifier)
     n = payload.numel
-    if name is None or count > n or width > bits.MAX_WIDTH or rice > 1 or (unary_bits > 0 and not rice):
+    streams = unary_bits >= count if rice else unary_bits == 0
+    if name in (None, "sparse") or count > n or width > bits.MAX_WIDTH or rice > 1 or not streams:
         raise ParamsError(
             f"sparse: {count} entries of {n}, width {width}, rice {rice}, values format {identifier}: "
             "not something the encoder writes"
@@ -82,14 +81,14 @@ def decode_sparse(payload: Payload, out: Tensor, mode: int) -> None:
     start = indexed + -indexed % 8
     rest = max(0, payload.body.numel() - start)
     low, unary, gap, body = registry.sections(payload, low_bytes, code.unary_bytes, start - indexed, rest)
-    inner = Payload(name, payload.dtype, (count,), payload.params[size:], body)
+    inner = Payload(str(name), payload.dtype, (count,), payload.params[size:], body)
     indices = bits.unpack_gaps(low, unary, count, code, n)
     if indices is None or bool(gap.any()):
         raise BodyContentError(f"sparse: the index stream does not hold {count} ascending indices below {n}")
     values = torch.empty(count, dtype=torch.float32, device=out.device)
     registry.decode_into(inner, values, fixed.STORE)
     if mode == fixed.STORE:
-        out.zero_()
+        halves.clear(out)
     select.scatter(indices, values, out, mode)
 
 
@@ -117,13 +116,11 @@ class Carried:
 
     def scan(self, thresholds: select.Thresholds, room: int) -> select.Selected:
         """The pass that also advances `held`; call once, then `again`."""
-        found = select.scan(
-            self.x, self.held, self.velocity, self.momentum, thresholds, room, clear=self.clears
-        )
+        found = select.scan(self.x, self.held, self.velocity, self.momentum, thresholds, room, clear=self.clears)
         if found.done < self.held.numel():
             if self.clears:
                 select.scatter(found.indices, found.values, self.held)
-            self._roll_back(found.done)
+            self.roll_back(found.done)
             raise not_finite(self.held if self.x is None else self.x)
         return found
 
@@ -133,7 +130,8 @@ class Carried:
             select.scatter(found.indices, found.values, self.held)
         return Carried(None, self.held)
 
-    def _roll_back(self, done: int) -> None:
+    def roll_back(self, done: int) -> None:
+        """Undo the advance of the first `done` elements, up to rounding."""
         if self.x is None:
             return
         x, held = self.x[:done], self.held[:done]
@@ -157,17 +155,17 @@ def largest(carried: Carried, k: int, key: int) -> Chosen:
     )
     rank = k * sizes.numel() / n
     if sizes.numel() < n:  # a sample: stay on the safe side of k
-        rank += 4 * math.sqrt(rank) + 8
+        rank += 3 * math.sqrt(rank) + 8
     room = min(n, int(1.2 * rank * n / sizes.numel()) + 1024)
     while True:
         place = math.ceil(rank)
         limit = 0.0 if place > sizes.numel() else fixed.float_of_bits(select.kth_largest(sizes, place))
         found = carried.scan(select.Thresholds.magnitude(limit), room)
-        if found.count >= k and found.complete:
+        if found.total >= k and found.complete:
             break
         carried = carried.again(found)
-        if found.count >= k:
-            room = found.count
+        if found.total >= k:
+            room = found.total
         else:
             rank, room = 2 * rank, min(n, 2 * room)
     back = carried.held if carried.clears else None
@@ -181,12 +179,13 @@ class Selector(Stage):
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
         """Fused: the scan adds x to the residual; what is sent leaves it."""
-        chosen, state = self._choose(Carried(flat32(x), residual), state, key)
+        carried = Carried(flat32(x), residual)
+        chosen, state = self._choose(carried, state, key)
         try:
             payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key)
         except EncodeError:  # the codec of the values refuses one: nothing was sent
             select.scatter(chosen.indices, chosen.values, residual)
-            residual -= flat32(x)
+            carried.roll_back(residual.numel())
             raise
         leave_error(inner, chosen, residual)
         return payload, state
@@ -245,9 +244,9 @@ class TopK(Selector):
         slack = max(1, int(_TOLERANCE * k))
         if threshold > 0 and n:
             found = carried.scan(select.Thresholds.magnitude(threshold), min(n, k + slack))
-            if found.complete and abs(found.count - k) <= slack:
+            if found.complete and abs(found.total - k) <= slack:
                 # Near the tail the count falls about with the tenth power of the threshold.
-                threshold *= (found.count / k) ** 0.1
+                threshold *= (found.total / k) ** 0.1
                 new = {"threshold": torch.tensor(threshold, dtype=torch.float32)}
                 return Chosen(found.indices, found.values, carried.clears), new
             carried = carried.again(found)
@@ -274,5 +273,5 @@ class Threshold(Selector):
         found = carried.scan(thresholds, min(n, n // 50 + 1024))
         if not found.complete:
             carried = carried.again(found)
-            found = carried.scan(thresholds, found.count)
+            found = carried.scan(thresholds, found.total)
         return Chosen(found.indices, found.values, carried.clears), state

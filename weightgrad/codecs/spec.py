@@ -12,6 +12,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+from collections.abc import Callable
+from typing import TypeVar
 
 from weightgrad.codecs.codec import Codec, Stage
 from weightgrad.errors import SpecError
@@ -19,10 +21,13 @@ from weightgrad.errors import SpecError
 _codecs: dict[str, type[Codec]] = {}
 
 
-def codec(name: str) -> object:
+_Class = TypeVar("_Class", bound=type[Codec])
+
+
+def codec(name: str) -> Callable[[_Class], _Class]:
     """Class decorator: enter a codec under its name in the spec language."""
 
-    def enter(cls: type[Codec]) -> type[Codec]:
+    def enter(cls: _Class) -> _Class:
         cls.spec_name = name
         _codecs[name] = cls
         return cls
@@ -60,7 +65,9 @@ def parse(spec: str) -> Codec:
     try:
         tree = ast.parse(spec.strip(), mode="eval")
     except (SyntaxError, ValueError) as error:
-        raise SpecError(f"cannot read the codec spec {spec!r}: {error}; write e.g. 'ef(topk(0.01) > qsgd(bits=4))'") from None
+        raise SpecError(
+            f"cannot read the codec spec {spec!r}: {error}; write e.g. 'ef(topk(0.01) > qsgd(bits=4))'"
+        ) from None
     except RecursionError:
         raise SpecError("the codec spec is nested too deeply") from None
     return _chain(tree.body, spec)

@@ -149,9 +149,7 @@ def unpack_gaps(low: Tensor, unary: Tensor, count: int, code: GapCode, n: int) -
     if lib is not None:
         indices = torch.empty(count, dtype=torch.int64)
         target = unary.data_ptr() if code.rice else None
-        bad = lib.wg_unpack_gaps(
-            low.data_ptr(), target, unary.numel(), count, code.width, n, indices.data_ptr()
-        )
+        bad = lib.wg_unpack_gaps(low.data_ptr(), target, unary.numel(), count, code.width, n, indices.data_ptr())
         return None if bad else indices
     flags = unpack_twin(low, low.numel() * 8, 1)
     used = count * code.width

@@ -1,9 +1,9 @@
 """The uniform quantizer over buckets (QSGD), with or without error feedback.
 
-    norm  = max|h| or ||h||_2 of the bucket        h = x, or x + residual
-    code  = floor(L*h/norm + L + noise)            0 .. 2L, noise uniform in [0, 1)
-    value = (code - L) * (norm / L)
-    residual = h - value
+norm  = max|h| or ||h||_2 of the bucket        h = x, or x + residual
+code  = floor(L*h/norm + L + noise)            0 .. 2L, noise uniform in [0, 1)
+value = (code - L) * (norm / L)
+residual = h - value
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ class Grid(NamedTuple):
         return -(-self.rows // self.tile)
 
 
-def onebit(
-    x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor
-) -> bool:
+def onebit(x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor) -> bool:
     """Fill `bits` and `means` (tiles, 2, cols).
 
     False when there is a NaN or Inf: then `held` has become the error of the last call, up to
@@ -66,9 +64,7 @@ def onebit_decode(bits: Tensor, means: Tensor, grid: Grid, out: Tensor, mode: in
     """out (mode)= the mean each element's sign bit stands for."""
     lib = native.library_for(out)
     if lib is not None:
-        lib.wg_onebit_decode(
-            bits.data_ptr(), means.data_ptr(), grid.rows, grid.cols, grid.tile, mode, out.data_ptr()
-        )
+        lib.wg_onebit_decode(bits.data_ptr(), means.data_ptr(), grid.rows, grid.cols, grid.tile, mode, out.data_ptr())
         return
     for tile, start, height in _tiles(grid):
         step = max(1, fixed.CHUNK // grid.cols)
@@ -122,13 +118,6 @@ def _onebit_twin(
     x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor
 ) -> bool:
     """Chunks of whole lines, so that the first level of the tree is done in the cache."""
-    error = None if held is None or old_means is None else (held, old_means)
-    if not _finite(x, error, grid):
-        if error is not None:
-            held_before, means_before = error
-            held_before.copy_(lost(held_before, means_before, grid))
-            means_before.zero_()
-        return False
     width = 32 if grid.cols == 1 else grid.cols
     step = max(1, fixed.CHUNK // (_TREE * width)) * _TREE * width
     for tile, first, height in _tiles(grid):
@@ -136,36 +125,40 @@ def _onebit_twin(
         levels, negatives = [], torch.zeros(width, dtype=torch.int64, device=x.device)
         for at in range(start, stop, step):
             part = slice(at, min(stop, at + step))
-            h = x[part] if error is None else x[part] + _lost_part(*error, grid, tile, part)
+            h = x[part]
+            if held is not None and old_means is not None:
+                h = h + _lost_part(held, old_means, grid, tile, part)
+            if largest_bits(h) >= fixed.INFINITY_BITS:
+                _roll_back(x, held, old_means, grid, at)
+                return False
             if held is not None:
                 held[part] = h
             lines = fixed.padded(h, width).view(-1, width)
-            sign = torch.signbit(lines)
-            negatives += sign.sum(0)
-            zero = torch.zeros((), dtype=h.dtype, device=h.device)
-            levels.append(_up(torch.stack((torch.where(sign, zero, lines), torch.where(sign, lines, zero)))))
-        sums = _up(_up(torch.cat(levels, dim=1)))[:, 0]
+            negatives += torch.signbit(lines).to(torch.float32).sum(0).to(torch.int64)  # exact: small counts
+            levels.append((_up(lines.clamp(min=0.0)), _up(lines.clamp(max=0.0))))
+        sums = torch.stack([_up(_up(torch.cat(part)))[0] for part in zip(*levels, strict=True)])
         if grid.cols == 1:
             sums, negatives = fixed.fold_lanes(sums)[:, None], negatives.sum()[None]
         counts = torch.stack((height - negatives, negatives)).clamp(min=1)
-        means[tile] = sums / counts.to(torch.float32)
+        top = torch.finfo(torch.float32).max  # a sum may overflow
+        means[tile] = (sums / counts.to(torch.float32)).clamp(-top, top)
     signs(x if held is None else held, bits)
     return True
 
 
+def _roll_back(x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, done: int) -> None:
+    if held is None or old_means is None:
+        return
+    rest = lost(held, old_means, grid)[done:]
+    held[:done] -= x[:done]
+    held[done:] = rest
+    old_means.zero_()
+
+
 def _lost_part(held: Tensor, means: Tensor, grid: Grid, tile: int, part: slice) -> Tensor:
+    """held - mean of its sign. Multiplied by 0 and 1 and added, the means are exact, and it is fast."""
     h = held[part].view(-1, grid.cols)
-    return (h - torch.where(torch.signbit(h), means[tile, 1], means[tile, 0])).view(-1)
-
-
-def _finite(x: Tensor, error: tuple[Tensor, Tensor] | None, grid: Grid) -> bool:
-    if error is None:
-        return largest_bits(x) < fixed.INFINITY_BITS
-    step = max(1, fixed.CHUNK // grid.cols) * grid.cols
-    for tile, first, height in _tiles(grid):
-        stop = (first + height) * grid.cols
-        for at in range(first * grid.cols, stop, step):
-            part = slice(at, min(stop, at + step))
-            if largest_bits(x[part] + _lost_part(*error, grid, tile, part)) >= fixed.INFINITY_BITS:
-                return False
-    return True
+    negative = torch.signbit(h).to(torch.float32)
+    mean = negative * means[tile, 1]
+    mean += (1.0 - negative) * means[tile, 0]
+    return (h - mean).view(-1)

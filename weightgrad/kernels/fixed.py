@@ -88,8 +88,9 @@ def add_groups(rows: Tensor, group: int) -> Tensor:
 
 
 def block_sums(values: Tensor, block: int) -> Tensor:
-    """Sums of (..., n) doubles for each block, by the tree in csrc/units.h; n is whole blocks."""
-    return fold_lanes(add_groups(values.unflatten(-1, (-1, block // 16, 16)), 16))
+    """Sums of (n,) doubles for each block, by the tree in csrc/units.h; n is whole blocks."""
+    lanes = add_rows(values.view(-1, block // 256, 256))
+    return fold_lanes(add_rows(lanes.view(-1, 16, 16)))
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:

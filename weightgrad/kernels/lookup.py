@@ -22,9 +22,7 @@ def assign(x: Tensor, borders: Tensor, bits: int, codes: Tensor) -> None:
                 target[: packed.numel()] = packed
             else:
                 flat = torch.empty(piece.numel(), dtype=torch.uint8)
-                lib.wg_assign(
-                    piece.data_ptr(), piece.numel(), borders.data_ptr(), borders.numel(), flat.data_ptr()
-                )
+                lib.wg_assign(piece.data_ptr(), piece.numel(), borders.data_ptr(), borders.numel(), flat.data_ptr())
                 lib.wg_pack(flat.data_ptr(), piece.numel(), bits, target.data_ptr())
 
     threads.run_split(x.numel(), fixed.CHUNK, work)
@@ -43,8 +41,6 @@ def lookup(codes: Tensor, n: int, bits: int, table: Tensor, out: Tensor, mode: i
                 code = unpack_twin(codes[place : place + -(-m * bits // 8)], m, bits)
                 fixed.put(out[first : first + m], table[code.to(torch.int64)], mode)
         else:
-            lib.wg_lookup(
-                codes.data_ptr() + at, stop - start, bits, table.data_ptr(), mode, out.data_ptr() + 4 * start
-            )
+            lib.wg_lookup(codes.data_ptr() + at, stop - start, bits, table.data_ptr(), mode, out.data_ptr() + 4 * start)
 
     threads.run_split(n, 256, work)

@@ -1,6 +1,7 @@
 """Sums of h, h*h and |h| and the largest |h| of a tensor, exactly repeatable.
 
-Partial sums in double for each block of 4,096 elements by a fixed tree, then `math.fsum`, which rounds once whatever the order: threads, chunks and devices agree.
+Partial sums in double for each block of 4,096 elements by a fixed tree, then `math.fsum`, which
+rounds once whatever the order: threads, chunks and devices agree.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,17 +39,20 @@ class Thresholds:
 
 
 class Selected(NamedTuple):
-    """Entries in order. `count` is how many there were; the list is cut at the room given."""
+    """Entries in order, valid until the thread's next scan.
+
+    `total` is how many there were; the list is cut at the room given.
+    """
 
     indices: Tensor  # int64
     values: Tensor  # float32
-    count: int
+    total: int
     done: int  # elements seen: fewer than all when a block holds a NaN or Inf
 
     @property
     def complete(self) -> bool:
         """Whether everything found is listed."""
-        return self.count == self.indices.numel()
+        return self.total == self.indices.numel()
 
 
 def scan(
@@ -118,7 +122,7 @@ class Sent(NamedTuple):
             found = _scan_twin(x[start:stop], before, None, 0.0, thresholds, max(0, room - count), False)
             held[start : start + found.done] = before[: found.done]
             lists.append((found.indices + start, found.values))
-            count, done = count + found.count, start + found.done
+            count, done = count + found.total, start + found.done
             if done < stop:
                 break
         indices = torch.cat([part[0] for part in lists]) if lists else torch.empty(0, dtype=torch.int64)
@@ -141,12 +145,22 @@ def scan_columns(x: Tensor, held: Tensor, sent: Sent, grid: Grid, thresholds: Th
     return found_room.selected(count)
 
 
+_scratch = threading.local()
+
+
 class _Room:
-    """Where the native scans list what they find."""
+    """Where the native scans list what they find: memory of this thread, used again by its next scan.
+
+    Fresh memory would cost as much as the scan. Whoever keeps a list longer than that copies it.
+    """
 
     def __init__(self, room: int) -> None:
-        self.indices = torch.empty(room, dtype=torch.int64)
-        self.values = torch.empty(room, dtype=torch.float32)
+        if getattr(_scratch, "room", -1) < room:
+            _scratch.room = room
+            _scratch.indices = torch.empty(room, dtype=torch.int64)
+            _scratch.values = torch.empty(room, dtype=torch.float32)
+        self.indices: Tensor = _scratch.indices[:room]
+        self.values: Tensor = _scratch.values[:room]
         self.done = ctypes.c_uint64()
         self.pointers = (self.indices.data_ptr(), self.values.data_ptr(), ctypes.byref(self.done))
 
@@ -163,9 +177,7 @@ def kth_largest(sizes: Tensor, k: int) -> int:
     return int(torch.kthvalue(sizes, place + 1).values)
 
 
-def keep_largest(
-    indices: Tensor, values: Tensor, k: int, held: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def keep_largest(indices: Tensor, values: Tensor, k: int, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude, in order; of equals, the first. Consumes its input.
 
     With `held`, the entries that are not kept are written back there.
@@ -217,9 +229,7 @@ def line_sample(tensors: list[Tensor], size: int, key: int) -> list[Tensor]:
     return [t[: lines * _LINE].view(lines, _LINE).index_select(0, chosen).view(-1) for t in tensors]
 
 
-def sample(
-    x: Tensor | None, held: Tensor, velocity: Tensor | None, momentum: float, size: int, key: int
-) -> Tensor:
+def sample(x: Tensor | None, held: Tensor, velocity: Tensor | None, momentum: float, size: int, key: int) -> Tensor:
     """About `size` of the values h that `scan` would see."""
     given = [t for t in (held, x, velocity) if t is not None]
     h, *steps = line_sample(given, size, key)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weightgrad.kernels import fixed, native, noise, threads
-from weightgrad.kernels.moments import BLOCK
+from weightgrad.kernels.moments import BLOCK, largest_bits
 
 GROUP = 160
 _STEP = fixed.CHUNK // GROUP * GROUP
@@ -98,9 +98,8 @@ def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> Weighted
 
     def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         size = piece.abs()
-        kept = size > threshold
-        zero = torch.zeros_like(size)
-        return torch.where(kept, d * size, zero), torch.where(kept, d, zero)
+        weight = (size > threshold).to(torch.float32) * d
+        return weight * size, weight
 
     def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> int:
         return int(lib.wg_ternary_sums(w_at, d_at, n, threshold, sums_at))
@@ -138,10 +137,9 @@ def _weighted_sums(
         for start in range(0, n, fixed.CHUNK):
             piece = w[start : start + fixed.CHUNK]
             d = torch.ones_like(piece) if curvature is None else curvature[start : start + fixed.CHUNK]
-            good = good and bool((torch.isfinite(piece) & torch.isfinite(d) & ~torch.signbit(d)).all())
-            sums = torch.stack(
-                [fixed.block_sums(fixed.padded(part, BLOCK).double(), BLOCK) for part in twin(piece, d)]
-            )
+            low, high = torch.aminmax(d.view(torch.int32))  # a negative float is a negative integer
+            good = good and largest_bits(piece) < fixed.INFINITY_BITS > int(high) and int(low) >= 0
+            sums = torch.stack([fixed.block_sums(fixed.padded(part, BLOCK).double(), BLOCK) for part in twin(piece, d)])
             partials[start // BLOCK : start // BLOCK + sums.shape[1]] = sums.t().cpu()
     else:
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 from weightgrad import kernels
@@ -143,19 +145,20 @@ class _Subject:
 
 
 def measure(
-    specs: tuple[str, ...], *, size_mb: float = 100, backend: str = "native", repeats: int = 5
+    specs: tuple[str, ...], *, size_mb: float = 100, backends: tuple[str, ...] = ("native",), repeats: int = 7
 ) -> Iterator[Row]:
     """Rows for these codecs, as they are finished."""
     inputs = (square(size_mb, 0), square(size_mb, 1))
     target, copied = torch.zeros_like(inputs[0]), torch.zeros_like(inputs[0])
     gigabytes = inputs[0].numel() * 4 / 1e9
-    with kernels.use(backend):
+    for backend in backends:
         for spec in specs:
-            subject = _Subject(spec, inputs)
-            copy = float("inf")
-            for _ in range(repeats):
-                copy = min(copy, seconds(lambda: copied.copy_(inputs[0])))
-                subject.repeat(target)
+            with kernels.use(backend):
+                subject = _Subject(spec, inputs)
+                copy = float("inf")
+                for _ in range(repeats if backend != "twin" else min(repeats, 3)):
+                    copy = min(copy, seconds(lambda: copied.copy_(inputs[0])))
+                    subject.repeat(target)
             yield Row(
                 str(subject.codec),
                 backend,
@@ -168,3 +171,68 @@ def measure(
             )
 
 
+def missed(row: Row, threads: int = 1) -> bool:
+    """Whether a row is below its target. Targets are for one thread."""
+    if threads != 1:
+        return False
+    if row.backend == "twin":
+        return row.encode_vs_copy < TWIN_TARGET
+    encode, decode_target = TARGETS.get(row.codec, (None, None))
+    if row.backend != "native":
+        return False
+    return (encode is not None and row.encode_vs_copy < encode) or (
+        decode_target is not None and row.decode_vs_copy < decode_target
+    )
+
+
+HEADERS = ("codec", "backend", "encode GB/s", "decode GB/s", "encode / copy_", "decode / copy_", "bits each", "error")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.codec,
+        row.backend,
+        f"{row.encode_gb_s:.2f}",
+        f"{row.decode_gb_s:.2f}",
+        f"{row.encode_vs_copy:.2f}",
+        f"{row.decode_vs_copy:.2f}",
+        f"{row.bits_per_element:.3f}",
+        f"{row.relative_error:.4f}",
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    """For the terminal."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for place, header in enumerate(HEADERS):
+        made.add_column(header, justify="left" if place < 2 else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*(escape(cell) for cell in _cells(row)), style="red" if missed(row) else None)
+    return made
+
+
+def verdict(rows: list[Row], threads: int) -> str:
+    """One line: which targets were met."""
+    if threads != 1:
+        return "Targets are for one thread."
+    bad = [f"{row.codec} ({row.backend})" for row in rows if missed(row, threads)]
+    return f"Below target: {', '.join(bad)}" if bad else "Every codec with a target meets it."
+
+
+def markdown(rows: list[Row], command: str, machine: str, threads: int) -> str:
+    """The table as a document."""
+    lines = [
+        "# Codec speed",
+        "",
+        f"`{command}`",
+        "",
+        f"{machine}.",
+        "",
+        "| " + " | ".join(HEADERS) + " |",
+        "|---|---|" + "---:|" * (len(HEADERS) - 2),
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in _cells(row)) + " |" for row in rows),
+        "",
+        verdict(rows, threads),
+        "",
+    ]
+    return "\n".join(lines)

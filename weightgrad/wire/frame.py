@@ -163,9 +163,7 @@ def parse(data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIM
     return _read_payload(view, layout)
 
 
-def parse_prefix(
-    data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIMITS
-) -> tuple[Payload, int]:
+def parse_prefix(data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIMITS) -> tuple[Payload, int]:
     """The payload of the frame that starts `data`, and how many bytes that frame took."""
     view = _byte_view(data)
     layout = _check_structure(view, limits)
@@ -191,9 +189,7 @@ def _header(payload: Payload) -> bytes:
     _check_params_bytes(len(params))
     for axis, size in enumerate(shape):
         if not 0 <= size < 2**63:
-            raise SizeLimitError(
-                f"dimension {axis} is {size}; a frame holds 0 to 2**63 - 1; fix Payload.shape"
-            )
+            raise SizeLimitError(f"dimension {axis} is {size}; a frame holds 0 to 2**63 - 1; fix Payload.shape")
     fields = _HEADER.pack(
         MAGIC,
         VERSION,
@@ -231,9 +227,7 @@ def _read_layout(view: memoryview, limits: Limits) -> _Layout:
             "that the reader is at the start of a frame"
         )
     if len(view) < HEADER_BYTES:
-        raise TruncatedError(
-            f"{len(view)} bytes came; a header has {HEADER_BYTES}; receive the rest and retry"
-        )
+        raise TruncatedError(f"{len(view)} bytes came; a header has {HEADER_BYTES}; receive the rest and retry")
     _, version, codec, dtype, ndim, params_bytes, reserved, body_bytes = _HEADER.unpack_from(view)
     if version != VERSION:
         raise VersionError(f"version {version}; this build reads {VERSION}; use one release at both ends")
@@ -254,9 +248,7 @@ def _check_structure(view: memoryview, limits: Limits) -> _Layout:
     _codec_of(layout.codec_id)
     dtype_of(layout.dtype_id)
     if len(view) < layout.frame_bytes:
-        raise TruncatedError(
-            f"{len(view)} bytes came; the frame has {layout.frame_bytes}; receive the rest and retry"
-        )
+        raise TruncatedError(f"{len(view)} bytes came; the frame has {layout.frame_bytes}; receive the rest and retry")
     shape = _read_shape(view, layout)
     # A 0 counts as a 1: a shape such as (0, 2**62, 2**62) has no elements, yet the strides that
     # torch computes for it overflow.
@@ -291,8 +283,7 @@ def _codec_of(number: int) -> str:
     name = registry.wire_name(number)
     if name is None:
         raise UnknownCodecError(
-            f"codec id {number} is unknown to this build; upgrade the reader, "
-            "or encode with a codec both ends have"
+            f"codec id {number} is unknown to this build; upgrade the reader, or encode with a codec both ends have"
         )
     return name
 
@@ -313,9 +304,7 @@ def _read_body(view: memoryview) -> Tensor:
 
 def _check_zeros(what: str, found: bytes) -> None:
     if any(found):
-        raise ReservedError(
-            f"{what}: came {found.hex(' ')}; wanted zeros; the frame is damaged or its writer is wrong"
-        )
+        raise ReservedError(f"{what}: came {found.hex(' ')}; wanted zeros; the frame is damaged or its writer is wrong")
 
 
 def _check_ndim(ndim: int) -> None:

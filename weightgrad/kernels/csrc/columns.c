@@ -19,6 +19,8 @@
  */
 #include "units.h"
 
+#include <float.h>
+
 static float lost(const float *held, const float *old_means, uint64_t cols, uint64_t i, uint64_t c) {
     float h = held[i];
     return h - old_means[(wg_bits(h) >> 31) * cols + c];
@@ -39,8 +41,8 @@ void wg_onebit_roll_back(const float *x, float *held, float *old_means, wg_grid 
 void wg_column_means(const wg_tree *t, uint64_t width, uint64_t rows, float *positive, float *negative) {
     for (uint64_t c = 0; c < width; c++) {
         uint32_t n1 = t->negatives[c], n0 = (uint32_t)rows - n1;
-        positive[c] = t->sum[c] / (float)(n0 ? n0 : 1);
-        negative[c] = t->sum[t->width + c] / (float)(n1 ? n1 : 1);
+        positive[c] = wg_clamp(t->sum[c] / (float)(n0 ? n0 : 1), FLT_MAX); /* a sum may overflow */
+        negative[c] = wg_clamp(t->sum[t->width + c] / (float)(n1 ? n1 : 1), FLT_MAX);
     }
 }
 

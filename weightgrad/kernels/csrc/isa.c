@@ -6,7 +6,7 @@ static int chosen = -1;
 static int best(void) {
 #if WG_HAS_AVX2_UNIT
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") ? 1 : 0;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 1 : 0;
 #else
     return 0;
 #endif

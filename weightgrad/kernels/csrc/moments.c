@@ -8,23 +8,27 @@
  */
 #include "units.h"
 
+uint32_t wg_moments_run(const float *x, const float *residual, size_t m, double *partials) {
+    double wide[3][WG_LANES] = {{0}};
+    uint32_t top = 0;
+    for (size_t i = 0; i < m; i++) {
+        float f = residual ? x[i] + residual[i] : x[i];
+        uint32_t u = wg_magnitude(f);
+        double h = f;
+        top = u > top ? u : top;
+        wide[0][i % WG_LANES] += h;
+        wide[1][i % WG_LANES] += h * h;
+        wide[2][i % WG_LANES] += (double)wg_float(u);
+    }
+    for (int s = 0; s < 3; s++) wg_fold_block(wide[s], partials + s);
+    return top;
+}
+
 static uint32_t moments(const float *x, const float *residual, uint64_t n, double *partials) {
     uint32_t top = 0;
-    for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 3) {
-        size_t m = n - start < WG_BLOCK ? n - start : WG_BLOCK;
-        double lane[3][16] = {{0}}, group[3][16] = {{0}};
-        for (size_t i = 0; i < m; i++) {
-            float f = residual ? x[start + i] + residual[start + i] : x[start + i];
-            uint32_t u = wg_magnitude(f);
-            double h = f;
-            top = u > top ? u : top;
-            group[0][i & 15] += h;
-            group[1][i & 15] += h * h;
-            group[2][i & 15] += (double)wg_float(u);
-            if ((i + 1) % WG_GROUP == 0) wg_close_group(group, lane, 3);
-        }
-        wg_close_group(group, lane, 3);
-        wg_fold_lanes(lane, 3, partials);
+    for (uint64_t i = 0; i < n; i += WG_BLOCK, partials += 3) {
+        uint32_t own = wg_moments_run(x + i, residual ? residual + i : NULL, n - i < WG_BLOCK ? n - i : WG_BLOCK, partials);
+        top = own > top ? own : top;
     }
     return top;
 }

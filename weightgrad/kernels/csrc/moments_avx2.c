@@ -4,59 +4,49 @@
 #if WG_HAS_AVX2_UNIT
 #include "lanes.h"
 
-/* One group of WG_GROUP elements or fewer into its sixteen lanes. */
-ALWAYS_INLINE uint32_t group_sums(const float *x, const float *residual, size_t m, I8 *top, double lane[3][16]) {
-    __m256d acc[3][4];
+/* A whole block, sixteen lanes at a time. */
+ALWAYS_INLINE I8 block_sums(const float *x, const float *residual, I8 top, double *partials) {
+    __m256d lane[3][4];
     for (int s = 0; s < 3; s++)
-        for (int j = 0; j < 4; j++) acc[s][j] = _mm256_setzero_pd();
-    size_t i = 0;
-    for (; i + 16 <= m; i += 16) {
-        _mm_prefetch((const char *)(x + i + PREFETCH_FLOATS), _MM_HINT_T0);
-        for (size_t j = 0; j < 2; j++) {
-            F8 h = _mm256_loadu_ps(x + i + 8 * j);
-            if (residual) h = _mm256_add_ps(h, _mm256_loadu_ps(residual + i + 8 * j));
-            *top = _mm256_max_epu32(*top, magnitude8(h));
-            for (size_t half = 0; half < 2; half++) {
-                __m128 part = half ? _mm256_extractf128_ps(h, 1) : _mm256_castps256_ps128(h);
-                __m256d d = _mm256_cvtps_pd(part);
-                const size_t k = 2 * j + half;
-                acc[0][k] = _mm256_add_pd(acc[0][k], d);
-                acc[1][k] = _mm256_add_pd(acc[1][k], _mm256_mul_pd(d, d));
-                acc[2][k] = _mm256_add_pd(acc[2][k], _mm256_andnot_pd(_mm256_set1_pd(-0.0), d));
+        for (int j = 0; j < 4; j++) lane[s][j] = _mm256_setzero_pd();
+    for (size_t c = 0; c < WG_LANES; c += 16) {
+        __m256d acc[3][4];
+        for (int s = 0; s < 3; s++)
+            for (int j = 0; j < 4; j++) acc[s][j] = _mm256_setzero_pd();
+        for (size_t r = 0; r < WG_BLOCK; r += WG_LANES) {
+            _mm_prefetch((const char *)(x + WG_BLOCK + c * 16 + r / 16), _MM_HINT_T0);
+            if (residual) _mm_prefetch((const char *)(residual + WG_BLOCK + c * 16 + r / 16), _MM_HINT_T0);
+            for (size_t j = 0; j < 2; j++) {
+                F8 h = _mm256_loadu_ps(x + r + c + 8 * j);
+                if (residual) h = _mm256_add_ps(h, _mm256_loadu_ps(residual + r + c + 8 * j));
+                top = _mm256_max_epu32(top, magnitude8(h));
+                for (size_t half = 0; half < 2; half++) {
+                    __m256d d = _mm256_cvtps_pd(half ? _mm256_extractf128_ps(h, 1) : _mm256_castps256_ps128(h));
+                    const size_t k = 2 * j + half;
+                    acc[0][k] = _mm256_add_pd(acc[0][k], d);
+                    acc[1][k] = _mm256_add_pd(acc[1][k], _mm256_mul_pd(d, d));
+                    acc[2][k] = _mm256_add_pd(acc[2][k], _mm256_andnot_pd(_mm256_set1_pd(-0.0), d));
+                }
             }
         }
+        for (int s = 0; s < 3; s++)
+            for (int j = 0; j < 4; j++) lane[s][j] = _mm256_add_pd(lane[s][j], acc[s][j]);
     }
-    double group[3][16];
-    for (int s = 0; s < 3; s++)
-        for (int j = 0; j < 4; j++) _mm256_storeu_pd(&group[s][4 * j], acc[s][j]);
-    uint32_t rest = 0;
-    for (; i < m; i++) {
-        float f = residual ? x[i] + residual[i] : x[i];
-        uint32_t u = wg_magnitude(f);
-        double h = f;
-        rest = u > rest ? u : rest;
-        group[0][i & 15] += h;
-        group[1][i & 15] += h * h;
-        group[2][i & 15] += (double)wg_float(u);
+    for (int s = 0; s < 3; s++) {
+        double stored[16];
+        for (int j = 0; j < 4; j++) _mm256_storeu_pd(stored + 4 * j, lane[s][j]);
+        wg_fold_lanes(stored, partials + s);
     }
-    wg_close_group(group, lane, 3);
-    return rest;
+    return top;
 }
 
 ALWAYS_INLINE uint32_t sums(const float *x, const float *residual, uint64_t n, double *partials) {
     I8 top = _mm256_setzero_si256();
-    uint32_t rest = 0;
-    for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 3) {
-        const uint64_t stop = n - start < WG_BLOCK ? n : start + WG_BLOCK;
-        double lane[3][16] = {{0}};
-        for (uint64_t i = start; i < stop; i += WG_GROUP) {
-            const size_t m = stop - i < WG_GROUP ? stop - i : WG_GROUP;
-            uint32_t own = group_sums(x + i, residual ? residual + i : NULL, m, &top, lane);
-            rest = own > rest ? own : rest;
-        }
-        wg_fold_lanes(lane, 3, partials);
-    }
+    uint64_t i = 0;
+    for (; i + WG_BLOCK <= n; i += WG_BLOCK, partials += 3) top = block_sums(x + i, residual ? residual + i : NULL, top, partials);
     const uint32_t body = top8(top);
+    if (i == n) return body;
+    const uint32_t rest = wg_moments_run(x + i, residual ? residual + i : NULL, n - i, partials);
     return body > rest ? body : rest;
 }
 

@@ -10,18 +10,33 @@ typedef struct {
     uint8_t kept[WG_SCAN_BLOCK / 8 + 8]; /* a bit for each entry beyond the thresholds */
 } notes;
 
-/* What the last call sent, taken out: see wg_old. */
-ALWAYS_INLINE F8 take_out(F8 h, const wg_old *old, size_t c) {
-    const F8 up = _mm256_cmp_ps(h, _mm256_set1_ps(old->above), _CMP_GE_OQ);
-    const F8 down = _mm256_cmp_ps(h, _mm256_set1_ps(old->below), _CMP_LE_OQ);
-    const F8 positive = old->step ? _mm256_loadu_ps(old->positive + c) : _mm256_set1_ps(*old->positive);
-    const F8 negative = old->step ? _mm256_loadu_ps(old->negative + c) : _mm256_set1_ps(*old->negative);
+/* What the last call sent, taken out: see wg_old. In registers, as stores to floats might change it. */
+typedef struct {
+    F8 above, below, positive, negative;
+    const float *positives, *negatives;
+} taken;
+
+ALWAYS_INLINE taken load_old(const wg_old *old) {
+    taken t;
+    if (old) {
+        t.above = _mm256_set1_ps(old->above), t.below = _mm256_set1_ps(old->below);
+        t.positives = old->step ? old->positive : NULL, t.negatives = old->negative;
+        t.positive = _mm256_set1_ps(*old->positive), t.negative = _mm256_set1_ps(*old->negative);
+    }
+    return t;
+}
+
+ALWAYS_INLINE F8 take_out(F8 h, const taken *t, size_t c, const int columns) {
+    const F8 up = _mm256_cmp_ps(h, t->above, _CMP_GE_OQ), down = _mm256_cmp_ps(h, t->below, _CMP_LE_OQ);
+    const F8 positive = columns ? _mm256_loadu_ps(t->positives + c) : t->positive;
+    const F8 negative = columns ? _mm256_loadu_ps(t->negatives + c) : t->negative;
     return _mm256_sub_ps(h, _mm256_or_ps(_mm256_and_ps(up, positive), _mm256_andnot_ps(up, _mm256_and_ps(down, negative))));
 }
 
 /* Advances m elements, a multiple of 8, and notes what is kept. Returns the bits of the largest |h|. */
 ALWAYS_INLINE uint32_t advance(const float *x, float *held, float *velocity, size_t m, const wg_selection *s,
-                               const wg_old *old, notes *n, const int symmetric) {
+                               const wg_old *old, notes *n, const int symmetric, const int columns) {
+    const taken before = load_old(old);
     const F8 momentum = _mm256_set1_ps(s->momentum), above = _mm256_set1_ps(s->above), below = _mm256_set1_ps(s->below);
     const I8 limit = same(wg_bits(s->above) - 1u);
     I8 top = _mm256_setzero_si256();
@@ -31,13 +46,13 @@ ALWAYS_INLINE uint32_t advance(const float *x, float *held, float *velocity, siz
         if (x) {
             F8 speed = _mm256_loadu_ps(x + i);
             if (velocity) {
-                F8 before = _mm256_loadu_ps(velocity + i);
-                speed = _mm256_add_ps(_mm256_mul_ps(momentum, before), speed);
-                _mm256_storeu_ps(n->velocity + i, before);
+                F8 slower = _mm256_loadu_ps(velocity + i);
+                speed = _mm256_add_ps(_mm256_mul_ps(momentum, slower), speed);
+                _mm256_storeu_ps(n->velocity + i, slower);
                 _mm256_storeu_ps(velocity + i, speed);
             }
             _mm256_storeu_ps(n->held + i, h);
-            if (old) h = take_out(h, old, i);
+            if (old) h = take_out(h, &before, i, columns);
             h = _mm256_add_ps(h, speed);
             _mm256_storeu_ps(held + i, h);
         }
@@ -89,8 +104,10 @@ ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_sele
     const float *x = with_x ? p->x + first : NULL;
     float *held = p->held + first, *velocity = with_velocity ? p->velocity + first : NULL;
     memset(n.kept + m / 8, 0, 8);
-    const uint32_t top = s->above > 0 && s->below == -s->above ? advance(x, held, velocity, m, s, old, &n, 1)
-                                                                : advance(x, held, velocity, m, s, old, &n, 0);
+    const int symmetric = s->above > 0 && s->below == -s->above;
+    const uint32_t top = old && old->step ? advance(x, held, velocity, m, s, old, &n, 0, 1)
+                         : symmetric      ? advance(x, held, velocity, m, s, old, &n, 1, 0)
+                                          : advance(x, held, velocity, m, s, old, &n, 0, 0);
     if (top >= WG_INFINITY) {
         if (x) memcpy(held, n.held, m * sizeof(float));
         if (velocity) memcpy(velocity, n.velocity, m * sizeof(float));

@@ -3,9 +3,9 @@
  *
  * Gradients: h = x, or x + residual, clipped to +-scale; P(+-1) = |h|/scale;
  * residual = (x + residual) - value.
- * Weights: code = 1 + sign(w) where |w| > threshold. The same pass sums D and
- * D*|w| over what it keeps, in double over sixteen lanes for each WG_BLOCK
- * elements (see moments.c), because that is what the best scale is made of.
+ * Weights: code = 1 + sign(w) where |w| > threshold. A pass sums D and
+ * D*|w| over what it keeps, in double for each WG_BLOCK elements by the tree of units.h,
+ * because that is what the best scale is made of.
  */
 #include "units.h"
 
@@ -36,7 +36,9 @@ void wg_ternary_decode_run(const uint8_t *codes, size_t m, float scale, int mode
 /* One float of D or, without curvature, one. */
 static float weight_of(const float *d, uint64_t i) { return d ? d[i] : 1.0f; }
 
-uint32_t wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double group[2][16]) {
+/* One block or less. */
+uint32_t wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double *partials) {
+    double wide[2][WG_LANES] = {{0}};
     uint32_t top = 0;
     for (size_t i = 0; i < m; i++) {
         float a = wg_float(wg_magnitude(w[i]));
@@ -44,25 +46,20 @@ uint32_t wg_ternary_sums_run(const float *w, const float *d, size_t m, float thr
         if (d) top = wg_bits(d[i]) > top ? wg_bits(d[i]) : top;
         if (a > threshold) {
             float weight = weight_of(d, i);
-            group[0][i & 15] += (double)(weight * a);
-            group[1][i & 15] += (double)weight;
+            wide[0][i % WG_LANES] += (double)(weight * a);
+            wide[1][i % WG_LANES] += (double)weight;
         }
     }
+    for (int s = 0; s < 2; s++) wg_fold_block(wide[s], partials + s);
     return top;
 }
 
 static uint32_t ternary_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
     uint32_t top = 0;
-    for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
-        size_t m = n - start < WG_BLOCK ? n - start : WG_BLOCK;
-        double lane[2][16] = {{0}}, group[2][16] = {{0}};
-        for (size_t i = 0; i < m; i += WG_GROUP) {
-            size_t some = m - i < WG_GROUP ? m - i : WG_GROUP;
-            uint32_t own = wg_ternary_sums_run(w + start + i, d ? d + start + i : NULL, some, threshold, group);
-            top = own > top ? own : top;
-            wg_close_group(group, lane, 2);
-        }
-        wg_fold_lanes(lane, 2, partials);
+    for (uint64_t i = 0; i < n; i += WG_BLOCK, partials += 2) {
+        size_t m = n - i < WG_BLOCK ? n - i : WG_BLOCK;
+        uint32_t own = wg_ternary_sums_run(w + i, d ? d + i : NULL, m, threshold, partials);
+        top = own > top ? own : top;
     }
     return top;
 }
@@ -82,19 +79,17 @@ WG_API uint32_t wg_level_sums(const float *w, const float *d, uint64_t n, float 
     uint32_t top = 0;
     for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
         size_t m = n - start < WG_BLOCK ? n - start : WG_BLOCK;
-        double lane[2][16] = {{0}}, group[2][16] = {{0}};
+        double wide[2][WG_LANES] = {{0}};
         for (size_t i = 0; i < m; i++) {
             float x = w[start + i];
             top = wg_magnitude(x) > top ? wg_magnitude(x) : top;
             if (d) top = wg_bits(d[start + i]) > top ? wg_bits(d[start + i]) : top;
             float b = (float)((int32_t)wg_level(x, ruler, levels, 0x8000u, 1) - levels);
             float db = weight_of(d, start + i) * b;
-            group[0][i & 15] += (double)(db * x);
-            group[1][i & 15] += (double)(db * b);
-            if ((i + 1) % WG_GROUP == 0) wg_close_group(group, lane, 2);
+            wide[0][i % WG_LANES] += (double)(db * x);
+            wide[1][i % WG_LANES] += (double)(db * b);
         }
-        wg_close_group(group, lane, 2);
-        wg_fold_lanes(lane, 2, partials);
+        for (int s = 0; s < 2; s++) wg_fold_block(wide[s], partials + s);
     }
     return top;
 }

@@ -79,50 +79,50 @@ void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int m
     }
 }
 
-/* One group of WG_GROUP elements or fewer into its sixteen lanes. */
-ALWAYS_INLINE uint32_t kept_group(const float *w, const float *d, size_t m, float threshold, I8 *top, double lane[2][16]) {
+/* A whole block, sixteen lanes at a time. */
+ALWAYS_INLINE I8 kept_block(const float *w, const float *d, float threshold, I8 top, double *partials) {
     const F8 above = _mm256_set1_ps(threshold), ones = _mm256_set1_ps(1.0f);
-    __m256d acc[2][4];
+    __m256d lane[2][4];
     for (int s = 0; s < 2; s++)
-        for (int j = 0; j < 4; j++) acc[s][j] = _mm256_setzero_pd();
-    size_t i = 0;
-    for (; i + 16 <= m; i += 16) {
-        _mm_prefetch((const char *)(w + i + PREFETCH_FLOATS), _MM_HINT_T0);
-        if (d) _mm_prefetch((const char *)(d + i + PREFETCH_FLOATS), _MM_HINT_T0);
-        for (size_t j = 0; j < 2; j++) {
-            F8 a = _mm256_castsi256_ps(magnitude8(_mm256_loadu_ps(w + i + 8 * j)));
-            F8 all = d ? _mm256_loadu_ps(d + i + 8 * j) : ones;
-            *top = _mm256_max_epu32(*top, _mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(all)));
-            F8 weight = _mm256_and_ps(_mm256_cmp_ps(a, above, _CMP_GT_OQ), all);
-            F8 product = _mm256_mul_ps(weight, a);
-            acc[0][2 * j] = _mm256_add_pd(acc[0][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(product)));
-            acc[0][2 * j + 1] = _mm256_add_pd(acc[0][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(product, 1)));
-            acc[1][2 * j] = _mm256_add_pd(acc[1][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(weight)));
-            acc[1][2 * j + 1] = _mm256_add_pd(acc[1][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(weight, 1)));
+        for (int j = 0; j < 4; j++) lane[s][j] = _mm256_setzero_pd();
+    for (size_t c = 0; c < WG_LANES; c += 16) {
+        __m256d acc[2][4];
+        for (int s = 0; s < 2; s++)
+            for (int j = 0; j < 4; j++) acc[s][j] = _mm256_setzero_pd();
+        for (size_t r = 0; r < WG_BLOCK; r += WG_LANES) {
+            _mm_prefetch((const char *)(w + WG_BLOCK + c * 16 + r / 16), _MM_HINT_T0);
+            if (d) _mm_prefetch((const char *)(d + WG_BLOCK + c * 16 + r / 16), _MM_HINT_T0);
+            for (size_t j = 0; j < 2; j++) {
+                const size_t at = r + c + 8 * j;
+                F8 a = _mm256_castsi256_ps(magnitude8(_mm256_loadu_ps(w + at)));
+                F8 all = d ? _mm256_loadu_ps(d + at) : ones;
+                top = _mm256_max_epu32(top, _mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(all)));
+                F8 weight = _mm256_and_ps(_mm256_cmp_ps(a, above, _CMP_GT_OQ), all);
+                F8 product = _mm256_mul_ps(weight, a);
+                acc[0][2 * j] = _mm256_add_pd(acc[0][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(product)));
+                acc[0][2 * j + 1] = _mm256_add_pd(acc[0][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(product, 1)));
+                acc[1][2 * j] = _mm256_add_pd(acc[1][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(weight)));
+                acc[1][2 * j + 1] = _mm256_add_pd(acc[1][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(weight, 1)));
+            }
         }
+        for (int s = 0; s < 2; s++)
+            for (int j = 0; j < 4; j++) lane[s][j] = _mm256_add_pd(lane[s][j], acc[s][j]);
     }
-    double group[2][16];
-    for (int s = 0; s < 2; s++)
-        for (int j = 0; j < 4; j++) _mm256_storeu_pd(&group[s][4 * j], acc[s][j]);
-    uint32_t rest = i < m ? wg_ternary_sums_run(w + i, d ? d + i : NULL, m - i, threshold, group) : 0;
-    wg_close_group(group, lane, 2);
-    return rest;
+    for (int s = 0; s < 2; s++) {
+        double stored[16];
+        for (int j = 0; j < 4; j++) _mm256_storeu_pd(stored + 4 * j, lane[s][j]);
+        wg_fold_lanes(stored, partials + s);
+    }
+    return top;
 }
 
 ALWAYS_INLINE uint32_t kept_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
     I8 top = _mm256_setzero_si256();
-    uint32_t rest = 0;
-    for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
-        const uint64_t stop = n - start < WG_BLOCK ? n : start + WG_BLOCK;
-        double lane[2][16] = {{0}};
-        for (uint64_t i = start; i < stop; i += WG_GROUP) {
-            const size_t m = stop - i < WG_GROUP ? stop - i : WG_GROUP;
-            uint32_t own = kept_group(w + i, d ? d + i : NULL, m, threshold, &top, lane);
-            rest = own > rest ? own : rest;
-        }
-        wg_fold_lanes(lane, 2, partials);
-    }
+    uint64_t i = 0;
+    for (; i + WG_BLOCK <= n; i += WG_BLOCK, partials += 2) top = kept_block(w + i, d ? d + i : NULL, threshold, top, partials);
     const uint32_t body = top8(top);
+    if (i == n) return body;
+    const uint32_t rest = wg_ternary_sums_run(w + i, d ? d + i : NULL, n - i, threshold, partials);
     return body > rest ? body : rest;
 }
 

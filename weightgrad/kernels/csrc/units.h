@@ -4,24 +4,21 @@
 
 #include "scalar.h"
 
-/* A block sum: sixteen double lanes; sixteen rows of them make a group, the groups are added in
- * order, and the lanes are halved: 16 -> 8 -> 4 -> 2 -> 1. */
-#define WG_GROUP 256u
+/* A block sum. A block is 16 rows of 256 lanes: the rows are added in order, then the 256 lanes as
+ * 16 groups of 16, in order, then the 16 lanes are halved: 16 -> 8 -> 4 -> 2 -> 1. Long rows suit a
+ * vectorising twin, short groups suit registers. */
+#define WG_LANES 256u
 
-static inline void wg_close_group(double group[][16], double lane[][16], int sums) {
-    for (int s = 0; s < sums; s++)
-        for (int i = 0; i < 16; i++) {
-            lane[s][i] += group[s][i];
-            group[s][i] = 0.0;
-        }
+static inline void wg_fold_lanes(double *lane, double *sum) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+    *sum = lane[0];
 }
 
-static inline void wg_fold_lanes(double lane[][16], int sums, double *partials) {
-    for (int s = 0; s < sums; s++) {
-        for (int half = 8; half; half /= 2)
-            for (int i = 0; i < half; i++) lane[s][i] += lane[s][i + half];
-        partials[s] = lane[s][0];
-    }
+static inline void wg_fold_block(const double wide[WG_LANES], double *sum) {
+    double lane[16] = {0};
+    for (size_t i = 0; i < WG_LANES; i++) lane[i % 16] += wide[i];
+    wg_fold_lanes(lane, sum);
 }
 
 /* One level of a sum tree up: add and clear. */
@@ -40,10 +37,19 @@ uint64_t wg_quantize_avx2(const float *x, float *residual, uint64_t n, const wg_
 void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, int bits, int levels, int mode,
                         float *out);
 
-/* moments */
+/* moments: the run is one block or less */
+uint32_t wg_moments_run(const float *x, const float *residual, size_t m, double *partials);
 uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, double *partials);
 
 uint32_t wg_largest_avx2(const float *x, uint64_t n);
+
+/* halves */
+uint32_t wg_narrow_avx2(const float *x, uint64_t n, int kind, void *out);
+void wg_widen_avx2(const void *in, uint64_t n, int kind, int mode, float *out);
+void wg_clear_avx2(float *out, uint64_t n);
+
+/* lowrank */
+void wg_lowrank_avx2(const float *p, const float *q, uint64_t rows, uint64_t cols, uint64_t rank, int mode, float *out);
 
 /* lookup */
 void wg_lookup_run(const uint8_t *codes, uint64_t n, int bits, const float *table, int mode, float *out);
@@ -53,7 +59,7 @@ void wg_lookup_avx2(const uint8_t *codes, uint64_t n, int bits, const float *tab
 void wg_ternary_run(const float *x, float *residual, size_t m, float scale, wg_ruler ruler, uint64_t key, uint64_t index,
                     uint8_t *codes);
 void wg_ternary_decode_run(const uint8_t *codes, size_t m, float scale, int mode, float *out);
-uint32_t wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double lane[2][16]);
+uint32_t wg_ternary_sums_run(const float *w, const float *d, size_t m, float threshold, double *partials);
 void wg_ternary_threshold_run(const float *w, size_t m, float threshold, uint8_t *codes);
 void wg_ternary_avx2(const float *x, float *residual, uint64_t n, float scale, wg_ruler ruler, uint64_t key, uint64_t first,
                      uint8_t *codes);

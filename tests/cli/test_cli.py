@@ -1,0 +1,75 @@
+"""The commands, as a newcomer types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from weightgrad import codecs, wire
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "weightgrad", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_codecs_lists_every_codec_and_the_kernels() -> None:
+    done = run("codecs")
+    assert done.returncode == 0
+    for name in codecs.available():
+        assert any(line.startswith(f"{name}(") for line in done.stdout.splitlines())
+    assert "kernels: " in done.stdout
+
+
+def test_codecs_checks_a_spec() -> None:
+    assert "ef(topk(0.01) > qsgd(bits=4))" in run("codecs", "ef(topk(0.01) > qsgd(bits=4, bucket=512))").stdout
+    done = run("codecs", "qsdg(bits=4)")
+    assert done.returncode == 2
+    assert "no codec 'qsdg'; there are" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor() -> None:
+    done = run("doctor")
+    assert done.returncode == 0
+    assert "kernels" in done.stdout
+
+
+def test_bench_prints_json_with_the_promised_keys(tmp_path: Path) -> None:
+    page = tmp_path / "table.md"
+    done = run(
+        *("bench", "codecs", "--size-mb", "0.1", "--repeats", "1", "--codec", "qsgd(bits=4)", "--codec", "fp32"),
+        *("--json", "--out", str(page)),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["codec"] for row in rows} == {"qsgd(bits=4)", "fp32()"}
+    assert set(rows[0]) == {
+        *("codec", "backend", "encode_gb_s", "decode_gb_s", "encode_vs_copy", "decode_vs_copy"),
+        *("bits_per_element", "relative_error"),
+    }
+    assert "| qsgd(bits=4) |" in page.read_text()
+
+
+def test_inspect_prints_frames(tmp_path: Path) -> None:
+    file = tmp_path / "two.wg"
+    payloads = [codecs.parse(spec).encode(torch.ones(4, 3), {}, 0)[0] for spec in ("qsgd(bits=4)", "topk(0.5)")]
+    file.write_bytes(b"".join(wire.to_bytes(p) for p in payloads))
+    done = run("inspect", str(file))
+    assert done.returncode == 0
+    assert "uniform (id 4)" in done.stdout
+    assert "sparse (id 9)" in done.stdout
+    views = json.loads(run("inspect", "--json", str(file)).stdout)
+    assert views[0]["shape"] == [4, 3]
+    assert views[0]["parameters"] == {"bits": 4, "group": 512}
+
+
+def test_inspect_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "noise.wg"
+    file.write_bytes(b"certainly not a frame, is it?")
+    done = run("inspect", str(file))
+    assert done.returncode == 2
+    assert done.stderr.startswith("weightgrad: MagicError")

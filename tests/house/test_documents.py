@@ -1,0 +1,65 @@
+"""The documents name what exists, and nothing that does not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from weightgrad import codecs
+from weightgrad.report import codec_bench
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("name", codecs.available())
+def test_every_codec_is_documented(name: str) -> None:
+    assert f"### {name}\n" in (ROOT / "docs" / "codecs.md").read_text()
+
+
+def test_no_codec_is_documented_that_does_not_exist() -> None:
+    headings = re.findall(r"^### (\S+)$", (ROOT / "docs" / "codecs.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(codecs.available())
+
+
+@pytest.mark.parametrize("name", [f.name for f in codecs.formats()])
+def test_every_wire_format_is_documented(name: str) -> None:
+    assert re.search(rf"^### {name}, id \d+$", (ROOT / "docs" / "wire-format.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_examples_in_the_document_parse() -> None:
+    examples = re.findall(r"^- Example: `(.*)`$", (ROOT / "docs" / "codecs.md").read_text(), re.MULTILINE)
+    assert len(examples) == len(codecs.available())
+    for spec in examples:
+        codecs.parse(spec)
+
+
+def test_the_benchmark_covers_every_codec() -> None:
+    text = " ".join(codec_bench.SPECS)
+    assert not [name for name in codecs.available() if not re.search(rf"\b{name}\b", text)]
+
+
+def test_targets_are_for_codecs_that_are_measured() -> None:
+    measured = {str(codecs.parse(spec)) for spec in codec_bench.SPECS}
+    assert set(codec_bench.TARGETS) <= measured
+
+
+def test_no_path_of_a_machine_in_the_repository() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-nE", r"/(root|home|work|opt)/[a-z]", "--", ".", ":!tests/house/test_documents.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout == ""

@@ -1,0 +1,5 @@
+"""`python -m weightgrad`."""
+
+from weightgrad.cli import main
+
+main()

@@ -1,0 +1,53 @@
+"""`weightgrad bench codecs`: speed against the speed of memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from weightgrad import kernels
+from weightgrad.report import codec_bench
+from weightgrad.report.machine import measured_on
+
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Measure this machine."""
+
+
+@app.command("codecs")
+def codecs(
+    size_mb: Annotated[float, typer.Option(help="Megabytes of float32 to encode.", min=0.01)] = 100,
+    threads: Annotated[int, typer.Option(help="Threads, for us and for torch.", min=1)] = 1,
+    codec: Annotated[list[str] | None, typer.Option(help="Only this spec; may be repeated.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="native, portable or twin; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats; the best counts.", min=1)] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one list of objects.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
+) -> None:
+    """Encode and decode speed of every codec, as a ratio to torch's copy_ in the same run."""
+    torch.set_num_threads(threads)
+    kernels.set_threads(threads)
+    specs = tuple(codec) if codec else codec_bench.SPECS
+    backends = backend or (["native", "twin"] if kernels.status().backend == "native" else ["twin"])
+    rows: list[codec_bench.Row] = []
+    console = Console(stderr=as_json)
+    with Live(console=console, refresh_per_second=4, transient=as_json, vertical_overflow="visible") as live:
+        for row in codec_bench.measure(specs, size_mb=size_mb, backends=tuple(backends), repeats=repeats):
+            rows.append(row)
+            live.update(codec_bench.table(rows))
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows], indent=1))
+    else:
+        console.print(codec_bench.verdict(rows, threads))
+    if out is not None:
+        command = f"weightgrad bench codecs --size-mb {size_mb:g} --threads {threads} --repeats {repeats}"
+        out.write_text(codec_bench.markdown(rows, command, measured_on(), threads))

@@ -1,0 +1,4 @@
+"""`weightgrad tour`: placeholder"""
+
+
+def tour() -> None: ...

@@ -1,0 +1,1 @@
+"""Models and data small enough to train while you watch."""

@@ -1,0 +1,89 @@
+"""Handwritten digits, 8 by 8 pixels, and a small convolutional network that reads them.
+
+The images are scikit-learn's `digits` (UCI, Kaynak & Alpaydin, 1998): 1,797 of them, inside the
+wheel, so nothing is downloaded. A third is kept for testing. The network is LeNet-5's shape (LeCun
+et al., 1998) made for 8 by 8 pixels, with ReLU and largest-value pooling: 122,794 parameters.
+Everything that is random follows from a seed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weightgrad.errors import WeightGradError
+
+TEST_IMAGES = 600
+
+
+def require(module: str, package: str) -> None:
+    """Say how to install what the demonstration needs and a plain installation has not."""
+    if importlib.util.find_spec(module) is None:
+        raise WeightGradError(f"{package} is not installed; pip install 'weightgrad[demo]'")
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images (n, 1, 8, 8) with values from 0 to 1, and labels (n,) from 0 to 9."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def load(seed: int = 0) -> Digits:
+    """All images in an order that the seed decides; the last TEST_IMAGES of them are for testing."""
+    require("sklearn", "scikit-learn")
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    images = (torch.from_numpy(pixels).float() / 16).view(-1, 1, 8, 8)[order]
+    answers = torch.from_numpy(labels).long()[order]
+    cut = len(order) - TEST_IMAGES
+    return Digits(images[:cut], answers[:cut], images[cut:], answers[cut:])
+
+
+def batches(digits: Digits, *, steps: int, workers: int, batch: int, seed: int = 0) -> Tensor:
+    """Which training images to use: (steps, workers, batch) indices. A worker has a part of the data to itself."""
+    share = len(digits.train_labels) // workers
+    generator = torch.Generator().manual_seed(seed)
+    mine = torch.randint(share, (steps, workers, batch), generator=generator)
+    return mine + share * torch.arange(workers).view(1, workers, 1)
+
+
+class LeNet(nn.Module):
+    """Two convolutions and three linear layers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+            self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+            self.linear1 = nn.Linear(32 * 4 * 4, 192)
+            self.linear2 = nn.Linear(192, 96)
+            self.linear3 = nn.Linear(96, 10)
+            for layer in self.children():
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores (n, 10) of images (n, 1, 8, 8)."""
+        x = torch.max_pool2d(torch.relu(self.conv1(images)), 2)
+        x = torch.relu(self.conv2(x)).flatten(1)
+        x = torch.relu(self.linear1(x))
+        x = torch.relu(self.linear2(x))
+        scores: Tensor = self.linear3(x)
+        return scores
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, digits: Digits) -> float:
+    """Fraction of the test images that are read correctly."""
+    guesses = model(digits.test_images).argmax(1)
+    return float((guesses == digits.test_labels).float().mean())
