@@ -20,8 +20,14 @@ def test_codecs_lists_every_codec_and_the_kernels() -> None:
     done = run("codecs")
     assert done.returncode == 0
     for name in codecs.available():
-        assert any(line.startswith(f"{name}(") for line in done.stdout.splitlines())
+        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
     assert "kernels: " in done.stdout
+
+
+def test_codecs_explains_a_codec() -> None:
+    said = run("codecs", "qsgd").stdout
+    assert said.startswith("qsgd(bits=4, bucket=512, norm='max', rounding='stochastic')\n")
+    assert "Alistarh" in said
 
 
 def test_codecs_checks_a_spec() -> None:

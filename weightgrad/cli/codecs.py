@@ -6,26 +6,26 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from weightgrad import kernels
-from weightgrad.codecs import available, parse, signature, summary
+from weightgrad.codecs import available, explain, parse, summary
 
 
-def codecs(spec: Annotated[str | None, typer.Argument(help="Check this spec and say what it means.")] = None) -> None:
-    """List every codec, or check a spec such as "ef(topk(0.01) > qsgd(bits=4))"."""
-    console = Console()
+def codecs(
+    spec: Annotated[str | None, typer.Argument(help="A codec to explain, or a spec to check.")] = None,
+) -> None:
+    """List every codec; explain one ("qsgd"); or check a spec ("ef(topk(0.01) > qsgd(bits=4))")."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if spec in available():
+        console.print(explain(spec))
+        return
     if spec is not None:
         codec = parse(spec)
         kind = "unbiased" if codec.unbiased else "biased"
         error = "keeps its error" if codec.carries_error else "keeps no error"
-        console.print(f"{escape(str(codec))}  ({kind}, {error})", soft_wrap=True)
+        console.print(f"{codec}  ({kind}, {error})")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("codec", no_wrap=True)
-    table.add_column("what it does")
-    for cls in available().values():
-        table.add_row(escape(signature(cls)), escape(summary(cls)))
-    console.print(table)
-    console.print(f"\nkernels: {kernels.status()}", soft_wrap=True, highlight=False)
+    for name, cls in available().items():
+        console.print(f"{name:<10} {summary(cls)}")
+    console.print("\n`weightgrad codecs NAME` shows a codec's arguments and where it comes from.")
+    console.print(f"kernels: {kernels.status()}")

@@ -22,7 +22,7 @@ from weightgrad.codecs.qsgd import Qsgd
 from weightgrad.codecs.registry import Format, decode, decode_add, formats
 from weightgrad.codecs.sign import Sign, majority_vote
 from weightgrad.codecs.sparse import Threshold, TopK, pack_entries
-from weightgrad.codecs.spec import available, parse, signature, summary
+from weightgrad.codecs.spec import available, explain, parse, signature, summary
 from weightgrad.codecs.terngrad import TernGrad
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "available",
     "decode",
     "decode_add",
+    "explain",
     "formats",
     "majority_vote",
     "pack_entries",

@@ -32,7 +32,7 @@ _SAMPLE = 1 << 16
 @codec("adaptive")
 @dataclass(frozen=True)
 class Adaptive(Codec):
-    """The largest 1/pi of the entries as column means, with error feedback (Dryden)."""
+    """The largest 1/pi of the entries as column means, with error feedback."""
 
     pi: float = 64
     feedback: bool = True

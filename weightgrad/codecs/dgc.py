@@ -32,7 +32,7 @@ _FIRST = 0.25
 @codec("dgc")
 @dataclass(frozen=True)
 class Dgc(Stage):
-    """Top-k with momentum correction, factor masking and warm-up (deep gradient compression)."""
+    """Top-k with momentum correction, factor masking and warm-up."""
 
     fraction: float = 0.001
     momentum: float = 0.9

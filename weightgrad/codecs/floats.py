@@ -58,7 +58,7 @@ class Fp32(Codec):
 @codec("fp16")
 @dataclass(frozen=True)
 class Fp16(Codec):
-    """Float16, rounded to nearest: 16 bits an element, at most 65,504."""
+    """Float16, rounded to nearest: 16 bits, at most 65,504."""
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """See Codec.encode."""
@@ -68,7 +68,7 @@ class Fp16(Codec):
 @codec("bf16")
 @dataclass(frozen=True)
 class Bf16(Codec):
-    """Bfloat16, rounded to nearest: 16 bits an element, float32's range."""
+    """Bfloat16, rounded to nearest: 16 bits, float32's range."""
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """See Codec.encode."""

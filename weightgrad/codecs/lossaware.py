@@ -82,7 +82,7 @@ def _levels(w: Tensor, alpha: Tensor, levels: int) -> Tensor:
 @codec("lossaware")
 @dataclass(frozen=True)
 class LossAware(Codec):
-    """Binary, ternary or m-bit weights that disturb the loss least, given its curvature."""
+    """Binary, ternary or m-bit weights that disturb the loss least."""
 
     bits: int | str = "ternary"
     exact: bool = False

@@ -29,7 +29,7 @@ def onebit_sizes(grid: kernel.Grid) -> tuple[int, int]:
 @codec("onebit")
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """A sign an element and two means a column, with error feedback (one-bit SGD)."""
+    """A sign an element and two means a column, with error feedback."""
 
     feedback: bool = True
 

@@ -33,7 +33,7 @@ def _matrix(shape: tuple[int, ...], n: int) -> tuple[int, int]:
 @codec("powersgd")
 @dataclass(frozen=True)
 class PowerSgd(Codec):
-    """Two thin matrices of this rank, warm start and error feedback (PowerSGD)."""
+    """Two thin matrices of this rank, with warm start and error feedback."""
 
     rank: int = 2
     feedback: bool = True

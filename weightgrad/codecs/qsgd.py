@@ -44,7 +44,7 @@ def uniform_sizes(n: int, group: int, bits: int) -> tuple[int, int]:
 @codec("qsgd")
 @dataclass(frozen=True)
 class Qsgd(Codec):
-    """Few levels a bucket, stochastic or nearest rounding, tightly packed (QSGD)."""
+    """Few levels a bucket, stochastic or nearest rounding, tightly packed."""
 
     bits: int = 4
     bucket: int = 512

@@ -60,6 +60,13 @@ def summary(cls: type[Codec]) -> str:
     return (inspect.getdoc(cls) or "").splitlines()[0]
 
 
+def explain(name: str) -> str:
+    """Arguments and background of a codec: its signature and the docstring of its file."""
+    cls = _codecs[name]
+    background = inspect.getdoc(inspect.getmodule(cls)) or ""
+    return f"{signature(cls)}\n\n{background}"
+
+
 def parse(spec: str) -> Codec:
     """The codec a spec stands for; `str(codec)` is a spec again."""
     try:

@@ -36,7 +36,7 @@ def ternary_sizes(n: int, group: int) -> tuple[int, int]:
 @codec("terngrad")
 @dataclass(frozen=True)
 class TernGrad(Codec):
-    """Ternary gradients, clipped in sigmas, 1.6 bits an element (TernGrad)."""
+    """Ternary gradients, clipped in sigmas, 1.6 bits an element."""
 
     clip: float = 2.5
     scaler: str = "own"
