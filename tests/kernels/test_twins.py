@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 
 from weightgrad import kernels
-from weightgrad.kernels import bits, bucket, columns, csc, elias, fixed, lookup, moments, select, ternary, threads
+from weightgrad.kernels import (
+    bits,
+    bucket,
+    columns,
+    csc,
+    elias,
+    fixed,
+    halves,
+    lookup,
+    lowrank,
+    moments,
+    select,
+    ternary,
+    threads,
+)
 from weightgrad.kernels.columns import Grid
 
 SIZES = [0, 1, 7, 31, 32, 33, 159, 160, 161, 511, 512, 513, 1000, 4096, 5003, 70001]
@@ -114,7 +128,7 @@ def test_quantize_stops_before_a_bad_bucket(backend: str, feedback: bool) -> Non
 def test_moments(n: int, feedback: bool) -> None:
     x = values(n)
     residual = values(n, 1) if feedback else None
-    all_equal(lambda: [torch.tensor(moments.moments(x, residual), dtype=torch.float64)])
+    all_equal(lambda: [torch.tensor(moments.moments(x, residual, absolute=True), dtype=torch.float64)])
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -319,5 +333,58 @@ def test_gaps(step: int, count: int) -> None:
         if count:
             assert bits.unpack_gaps(low, unary, count, code, n - 1) is None
         return [low, unary, torch.tensor([code.rice, code.width, code.unary_bits])]
+
+    all_equal(work)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_scan_columns(grid: Grid) -> None:
+    n = grid.rows * grid.cols
+    sent = select.Sent(
+        select.Thresholds(1.5, -0.5), values(grid.tiles * 2 * grid.cols, 4).view(grid.tiles, 2, grid.cols)
+    )
+
+    def work() -> list[Tensor]:
+        held = values(n, 1)
+        got = select.scan_columns(values(n), held, sent, grid, select.Thresholds(0.5, -2.0), n)
+        assert got.done == n
+        return [got.indices.clone(), got.values.clone(), held]
+
+    all_equal(work)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_halves(n: int, dtype: torch.dtype) -> None:
+    x = values(n).clamp(-6e4, 6e4)
+
+    def work() -> list[Tensor]:
+        small = torch.zeros(n, dtype=dtype)
+        top = halves.narrow(x, small)
+        assert torch.equal(small, x.to(dtype))
+        outs = []
+        for mode in (fixed.STORE, fixed.ADD, fixed.SUBTRACT):
+            out = values(n, 2)
+            halves.widen(small, out, mode)
+            outs.append(out)
+        cleared = values(n, 3)
+        halves.clear(cleared)
+        return [small, torch.tensor([top]), *outs, cleared]
+
+    all_equal(work)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 5), (33, 24), (300, 17)])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_lowrank(rows: int, cols: int, rank: int) -> None:
+    p, q = values(rows * rank).view(rows, rank), values(rank * cols, 1).view(rank, cols)
+
+    def work() -> list[Tensor]:
+        outs = []
+        for mode in (fixed.STORE, fixed.ADD, fixed.SUBTRACT):
+            out = values(rows * cols, 2)
+            lowrank.lowrank(p, q, out, mode)
+            outs.append(out)
+        return outs
 
     all_equal(work)

@@ -32,6 +32,7 @@ def codecs(
     repeats: Annotated[int, typer.Option(help="Interleaved repeats; the best counts.", min=1)] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print one list of objects.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Also draw the native rows as SVG.")] = None,
 ) -> None:
     """Encode and decode speed of every codec, as a ratio to torch's copy_ in the same run."""
     torch.set_num_threads(threads)
@@ -51,3 +52,5 @@ def codecs(
     if out is not None:
         command = f"weightgrad bench codecs --size-mb {size_mb:g} --threads {threads} --repeats {repeats}"
         out.write_text(codec_bench.markdown(rows, command, measured_on(), threads))
+    if chart is not None:
+        chart.write_text(codec_bench.chart(rows))

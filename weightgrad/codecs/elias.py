@@ -23,7 +23,7 @@ from weightgrad.codecs.spec import codec
 from weightgrad.errors import BodyContentError, ParamsError
 from weightgrad.kernels import bucket as kernel
 from weightgrad.kernels import elias as stream_kernel
-from weightgrad.kernels import fixed, noise
+from weightgrad.kernels import fixed, native, noise
 
 PARAMS = "<BxxxxxxxQQ"  # bits, bucket, bytes of the stream
 
@@ -101,7 +101,8 @@ def _chunks(
     scales: Tensor, lengths: Tensor, stream: Tensor, n: int, bucket: int, levels: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first element, codes, scales) of a chunk of buckets at a time."""
-    per = max(1, fixed.CHUNK // bucket)
+    # The twin takes one code of every bucket at a time, so it wants many buckets.
+    per = max(1, fixed.CHUNK * (1 if native.library_for(stream) else 16) // bucket)
     at = 0
     for first in range(0, lengths.numel(), per):
         some = lengths[first : first + per]

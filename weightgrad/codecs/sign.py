@@ -44,7 +44,7 @@ class Sign(Codec):
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """See Codec.encode."""
         flat = flat32(x)
-        found = moments(flat)
+        found = moments(flat, absolute=True)
         if not found.finite:
             raise not_finite(flat)
         n = flat.numel()

@@ -40,43 +40,50 @@ def unpack(data: Tensor, n: int, bits: int) -> Tensor:
     return codes
 
 
+def _squeeze_steps(bits: int) -> list[tuple[int, int]]:
+    """(used, shift) of the three steps that bring eight codes, one a byte, together in a 64-bit word.
+
+    Each step joins neighbours: lanes of 8 bits with `used` in use become lanes of 16 with twice as
+    many, then 32, then 64. Read backwards, the same steps spread them out again.
+    """
+    return [(bits * lane // 8, lane - bits * lane // 8) for lane in (8, 16, 32)]
+
+
+def _every_other(used: int, lane: int) -> int:
+    """A mask of `used` bits at the bottom of every second lane."""
+    return sum(((1 << used) - 1) << place for place in range(0, 64, 2 * lane))
+
+
 def pack_twin(codes: Tensor, bits: int) -> Tensor:
-    """Eight codes make `bits` bytes, by way of one 64-bit word."""
-    n = codes.numel()
+    """Eight codes make `bits` bytes, by way of one 64-bit word (machines here are little-endian)."""
     if bits == 8:
         return codes
-    if bits in (1, 2, 4):  # whole codes in a byte: stay in bytes
-        per = 8 // bits
-        missing = -n % per
-        rows = (torch.cat((codes, codes.new_zeros(missing))) if missing else codes).view(-1, per)
-        byte = rows[:, 0].clone()
-        for j in range(1, per):
-            byte |= rows[:, j] << (j * bits)
-        return byte
+    n = codes.numel()
     missing = -n % 8
-    rows = (torch.cat((codes, codes.new_zeros(missing))) if missing else codes).view(-1, 8)
-    word = rows[:, 0].to(torch.int64)
-    for j in range(1, 8):
-        word |= rows[:, j].to(torch.int64) << (j * bits)
-    data = torch.stack([((word >> (8 * k)) & 255).to(torch.uint8) for k in range(bits)], dim=1)
-    return data.view(-1)[: -(-n * bits // 8)]
+    if missing or codes.storage_offset() % 8:
+        codes = torch.cat((codes, codes.new_zeros(missing)))
+    word = codes.view(torch.int64)
+    for used, shift in _squeeze_steps(bits):
+        low = _every_other(used, used + shift)
+        word = (word & low) | ((word >> shift) & (low << used))
+    return word.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: -(-n * bits // 8)]
 
 
 def unpack_twin(data: Tensor, n: int, bits: int) -> Tensor:
     """The opposite of pack_twin."""
     if bits == 8:
         return data[:n]
-    mask = (1 << bits) - 1
-    if bits in (1, 2, 4):
-        per = 8 // bits
-        return torch.stack([(data >> (j * bits)) & mask for j in range(per)], dim=1).view(-1)[:n]
-    missing = -data.numel() % bits
-    rows = (torch.cat((data, data.new_zeros(missing))) if missing else data).view(-1, bits)
-    word = rows[:, 0].to(torch.int64)
-    for k in range(1, bits):
-        word |= rows[:, k].to(torch.int64) << (8 * k)
-    codes = torch.stack([((word >> (j * bits)) & mask).to(torch.uint8) for j in range(8)], dim=1)
-    return codes.view(-1)[:n]
+    words = -(-n // 8)
+    room = data.new_zeros(words, 8)
+    whole = data.numel() // bits
+    room[:whole, :bits] = data[: whole * bits].view(-1, bits)
+    if whole < words:
+        room[whole, : data.numel() - whole * bits] = data[whole * bits :]
+    word = room.view(torch.int64)[:, 0]
+    for used, shift in reversed(_squeeze_steps(bits)):
+        low = _every_other(used, used + shift)
+        word = (word & low) | ((word & (low << used)) << shift)
+    return word.view(torch.uint8)[:n]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def assign(x: Tensor, borders: Tensor, bits: int, codes: Tensor) -> None:
             piece = x[at : min(stop, at + fixed.CHUNK)]
             target = codes[at // 8 * bits :]
             if lib is None:
-                packed = pack_twin(torch.bucketize(piece, borders).to(torch.uint8), bits)
+                packed = pack_twin(_codes(piece, borders), bits)
                 target[: packed.numel()] = packed
             else:
                 flat = torch.empty(piece.numel(), dtype=torch.uint8)
@@ -26,6 +26,16 @@ def assign(x: Tensor, borders: Tensor, bits: int, codes: Tensor) -> None:
                 lib.wg_pack(flat.data_ptr(), piece.numel(), bits, target.data_ptr())
 
     threads.run_split(x.numel(), fixed.CHUNK, work)
+
+
+def _codes(x: Tensor, borders: Tensor) -> Tensor:
+    """Comparisons are faster than a search while there are few borders."""
+    if borders.numel() > 31:
+        return torch.bucketize(x, borders).to(torch.uint8)
+    code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for border in borders:
+        code += x > border
+    return code
 
 
 def lookup(codes: Tensor, n: int, bits: int, table: Tensor, out: Tensor, mode: int = fixed.STORE) -> None:

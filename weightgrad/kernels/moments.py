@@ -40,13 +40,13 @@ class Moments(NamedTuple):
         return math.isfinite(self.largest)
 
 
-def moments(x: Tensor, residual: Tensor | None = None) -> Moments:
-    """Moments of x, or of x + residual: flat float32 tensors."""
+def moments(x: Tensor, residual: Tensor | None = None, *, absolute: bool = False) -> Moments:
+    """Moments of x, or of x + residual: flat float32 tensors. The sum of |h| only when asked for."""
     n = x.numel()
     partials = torch.zeros(-(-n // BLOCK), 3, dtype=torch.float64)
     lib = native.library_for(x)
     if lib is None:
-        top = _moments_twin(x, residual, partials)
+        top = _moments_twin(x, residual, partials, absolute)
     else:
 
         def work(start: int, stop: int) -> int:
@@ -59,7 +59,7 @@ def moments(x: Tensor, residual: Tensor | None = None) -> Moments:
     if top >= fixed.INFINITY_BITS:
         return Moments(n, math.nan, math.nan, math.nan, math.inf)
     sums = [math.fsum(column) for column in partials.t().tolist()]
-    return Moments(n, sums[0], sums[1], sums[2], fixed.float_of_bits(top))
+    return Moments(n, sums[0], sums[1], sums[2] if absolute else math.nan, fixed.float_of_bits(top))
 
 
 def largest_bits(x: Tensor) -> int:
@@ -75,7 +75,7 @@ def largest_bits(x: Tensor) -> int:
     return max((int(fixed.magnitude_bits(piece).max()) for piece in pieces), default=0)
 
 
-def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor) -> int:
+def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor, absolute: bool) -> int:
     top = 0
     for start in range(0, x.numel(), fixed.CHUNK):
         h = x[start : start + fixed.CHUNK]
@@ -83,7 +83,8 @@ def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor) -> int:
             h = h + residual[start : start + fixed.CHUNK]
         top = max(top, int(fixed.magnitude_bits(h).max()))
         wide = fixed.padded(h, BLOCK).double()
-        sums = torch.stack([fixed.block_sums(part, BLOCK) for part in (wide, wide * wide, wide.abs())])
+        parts = [wide, wide * wide, *([wide.abs()] if absolute else [])]
+        sums = torch.stack([fixed.block_sums(part, BLOCK) for part in parts])
         first = start // BLOCK
-        partials[first : first + sums.shape[1]] = sums.t().cpu()
+        partials[first : first + sums.shape[1], : len(parts)] = sums.t().cpu()
     return top

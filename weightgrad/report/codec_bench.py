@@ -21,6 +21,7 @@ from torch import Tensor
 from weightgrad import kernels
 from weightgrad.codecs import Codec, LossAware, Payload, State, decode, parse
 from weightgrad.errors import EncodeError
+from weightgrad.report.bars import Bar, draw
 from weightgrad.wire import frame_bytes
 
 SPECS = (
@@ -236,3 +237,10 @@ def markdown(rows: list[Row], command: str, machine: str, threads: int) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def chart(rows: list[Row]) -> str:
+    """The native rows as an SVG bar chart."""
+    bars = [Bar(row.codec, row.encode_vs_copy, row.decode_vs_copy) for row in rows if row.backend == "native"]
+    title = "Speed of a codec, as a multiple of torch's copy_ (one thread; longer is faster)"
+    return draw(bars, title=title, first="encode", second="decode", mark="copy_")

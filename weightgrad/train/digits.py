@@ -57,7 +57,7 @@ def batches(digits: Digits, *, steps: int, workers: int, batch: int, seed: int =
 
 
 class LeNet(nn.Module):
-    """Two convolutions and three linear layers."""
+    """Two convolutions and two linear layers."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -66,8 +66,7 @@ class LeNet(nn.Module):
             self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
             self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
             self.linear1 = nn.Linear(32 * 4 * 4, 192)
-            self.linear2 = nn.Linear(192, 96)
-            self.linear3 = nn.Linear(96, 10)
+            self.linear2 = nn.Linear(192, 10)
             for layer in self.children():
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 nn.init.zeros_(layer.bias)
@@ -77,8 +76,7 @@ class LeNet(nn.Module):
         x = torch.max_pool2d(torch.relu(self.conv1(images)), 2)
         x = torch.relu(self.conv2(x)).flatten(1)
         x = torch.relu(self.linear1(x))
-        x = torch.relu(self.linear2(x))
-        scores: Tensor = self.linear3(x)
+        scores: Tensor = self.linear2(x)
         return scores
 
 
