@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +88,15 @@ def test_what_it_writes_it_reads(codec: codecs.Codec) -> None:
     assert again == codec
     assert str(again) == spec
     assert codecs.parse(f"  {spec}\n") == codec
+
+
+def test_a_number_of_numpy_is_written_as_one_or_refused() -> None:
+    """np.float64 is a float, but its repr is not a number."""
+    try:
+        codec = codecs.TopK(np.float64(0.01))
+    except errors.SpecError:
+        return
+    assert codecs.parse(str(codec)) == codec
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ class Adaptive(Codec):
             if found.done < n:
                 raise not_finite(flat)
             return self._pack(x, csc.columns_of(found.indices, found.values, grid, None)), state
-        held = state_tensor(state, "held", (n,), self)
-        means = state_tensor(state, "means", (grid.tiles, 2, grid.cols), self)
+        held = state_tensor(state, "held", (n,), self, x)
+        means = state_tensor(state, "means", (grid.tiles, 2, grid.cols), self, x)
         state_tensor(state, "thresholds", (2,), self)
         sent = self._sent(state)
         limits = self._thresholds(self._lazy_sample(flat, held, sent, key))

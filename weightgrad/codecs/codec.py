@@ -82,6 +82,8 @@ class Codec(ABC):
             if isinstance(value, Codec):
                 continue
             required = field.default is dataclasses.MISSING
+            if isinstance(value, float):
+                value = float(value)  # a NumPy float is one too, but its repr is no spec
             if required:
                 shown.append(repr(value))
             elif value != field.default or (place == 0 and not isinstance(value, bool)):
@@ -169,16 +171,21 @@ def body_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
     return out[:nbytes]
 
 
-def state_tensor(state: State, name: str, shape: tuple[int, ...], codec: Codec) -> Tensor:
-    """A tensor of the state, checked to belong to this codec and tensor."""
+def state_tensor(state: State, name: str, shape: tuple[int, ...], codec: Codec, like: Tensor | None = None) -> Tensor:
+    """A tensor of the state, checked: kernels work on its memory. `like` is on the device it must be on."""
     tensor = state.get(name)
-    if tensor is None or tuple(tensor.shape) != shape:
-        found = "nothing" if tensor is None else f"shape {list(tensor.shape)}"
-        raise StateError(
-            f"{codec}: state[{name!r}] should have shape {list(shape)}, found {found}; "
-            "make the state with codec.init(tensor) and pass the one the last encode returned"
-        )
-    return tensor
+    dtype = torch.int64 if name == "step" else torch.float32
+    wanted = f"contiguous {dtype} of shape {list(shape)}" + (f" on {like.device}" if like is not None else "")
+    found = "nothing"
+    if tensor is not None:
+        found = f"{tensor.dtype} of shape {list(tensor.shape)}, stride {tensor.stride()}, on {tensor.device}"
+        fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous()
+        if fits and (like is None or tensor.device == like.device):
+            return tensor
+    raise StateError(
+        f"{codec}: state[{name!r}] should be {wanted}, found {found}; "
+        "make the state with codec.init(tensor) and pass the one the last encode returned"
+    )
 
 
 def choose(owner: str, field: str, value: object, allowed: tuple[object, ...]) -> None:

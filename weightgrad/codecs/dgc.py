@@ -68,8 +68,8 @@ class Dgc(Stage):
         """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
         flat = flat32(x)
         n = flat.numel()
-        velocity = state_tensor(state, "velocity", (n,), self)
-        residual = state_tensor(state, "residual", (n,), self)
+        velocity = state_tensor(state, "velocity", (n,), self, x)
+        residual = state_tensor(state, "residual", (n,), self, x)
         step = int(state_tensor(state, "step", (), self))
         if self.clip:
             found = moments(flat)

@@ -28,7 +28,7 @@ class ErrorFeedback(Codec):
         if not isinstance(self.inner, Codec):
             raise SpecError(f"ef: expected a codec, got {self.inner!r}; write e.g. ef(topk(0.01))")
         if self.inner.carries_error:
-            raise SpecError(f"ef({self.inner}): it keeps its own error already; leave ef() away, or set feedback=False")
+            raise SpecError(f"ef({self.inner}): it keeps its own error already; leave ef() away")
 
     @property
     def carries_error(self) -> bool:
@@ -42,7 +42,7 @@ class ErrorFeedback(Codec):
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """See Codec.encode."""
-        residual = state_tensor(state, "residual", (x.numel(),), self)
+        residual = state_tensor(state, "residual", (x.numel(),), self, x)
         inside = {k.removeprefix("inner."): v for k, v in state.items() if k.startswith("inner.")}
         payload, inside = self.inner.encode_feedback(x, residual, inside, key, out=out)
         return payload, {"residual": residual, **{f"inner.{k}": v for k, v in inside.items()}}

@@ -57,7 +57,10 @@ def exact_ternary(w: Tensor, d: Tensor) -> Tensor:
 
 def alternate_levels(w: Tensor, d: Tensor, levels: int) -> Tensor:
     """Scale of one level for each row of (rows, n), from the best of several starts."""
-    top = w.abs().amax(1, keepdim=True).float()
+    counts = torch.where(d > 0, w.abs(), torch.zeros_like(w))
+    unit = torch.exp2(torch.frexp(counts.amax(1, keepdim=True)).exponent.float()).clamp(2.0**-126, 2.0**126)
+    w = w / unit  # a power of two: no square overflows
+    top = counts.amax(1, keepdim=True) / unit
     best = torch.zeros_like(top)
     least = torch.full_like(top, float("inf"), dtype=torch.float64)
     for share in (1.0, 0.8, 0.6, 0.45, 0.3):
@@ -71,7 +74,7 @@ def alternate_levels(w: Tensor, d: Tensor, levels: int) -> Tensor:
         error = (d * (w - b * (alpha / levels)) ** 2).double().sum(1, keepdim=True)
         better = error < least
         best, least = torch.where(better, alpha, best), torch.where(better, error, least)
-    return best[:, 0] / levels
+    return (best * unit)[:, 0] / levels
 
 
 def _levels(w: Tensor, alpha: Tensor, levels: int) -> Tensor:

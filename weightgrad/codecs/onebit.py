@@ -60,8 +60,8 @@ class OneBit(Codec):
         if not self.feedback:
             return self._encode(x, None, None, out)[0], state
         grid = matrix_grid(tuple(x.shape))
-        held = state_tensor(state, "held", (x.numel(),), self)
-        old = state_tensor(state, "means", (grid.tiles, 2, grid.cols), self)
+        held = state_tensor(state, "held", (x.numel(),), self, x)
+        old = state_tensor(state, "means", (grid.tiles, 2, grid.cols), self, x)
         payload, means = self._encode(x, held, old, out)
         old.copy_(means)
         return payload, {"held": held, "means": old}

@@ -66,7 +66,7 @@ class PowerSgd(Codec):
         """See Codec.encode. Two products with the matrix: BLAS decides the speed."""
         if not self.feedback:
             return self._factor(x, flat32(x), state)
-        residual = state_tensor(state, "residual", (x.numel(),), self)
+        residual = state_tensor(state, "residual", (x.numel(),), self, x)
         payload, new = self.encode_feedback(x, residual, state, key)
         return payload, {**new, "residual": residual}
 
@@ -95,7 +95,7 @@ class PowerSgd(Codec):
         p = torch.linalg.qr(_product(matrix, q, flat)).Q
         q = _product(matrix.t(), p, flat)
         body = torch.cat((p.reshape(-1), q.reshape(-1))).view(torch.uint8)
-        return Payload("lowrank", x.dtype, shape, struct.pack(PARAMS, rank), body), {"q": q}
+        return Payload("lowrank", x.dtype, shape, struct.pack(PARAMS, rank), body), {"q": q.contiguous()}
 
 
 def _product(matrix: Tensor, thin: Tensor, flat: Tensor) -> Tensor:

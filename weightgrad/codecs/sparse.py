@@ -40,7 +40,10 @@ def check_values_codec(owner: str, then: Codec) -> None:
     """Values are other entries every time, so their codec cannot carry anything over."""
     if not isinstance(then, Codec):
         raise SpecError(f"{owner}: expected a codec behind '>', got {then!r}")
-    if isinstance(then, Selector):
+    last = then
+    while isinstance(last, Stage) and not isinstance(last, Selector):
+        last = last.then
+    if isinstance(last, Selector):
         raise SpecError(f"{owner} > {then}: the values are chosen already; choose once, then quantize")
     if then.init(torch.zeros(1)):
         raise SpecError(
@@ -51,6 +54,7 @@ def check_values_codec(owner: str, then: Codec) -> None:
 
 def pack_entries(indices: Tensor, values: Tensor, like: Tensor, then: Codec, key: int) -> tuple[Payload, Payload]:
     """The sparse payload of sorted int64 indices, and the payload of the values inside it."""
+    check_values_codec("pack_entries", then)
     inner, _ = then.encode(values, {}, noise.derive(key, 1))
     code = bits.best_gap_code(indices)
     low, unary = bits.pack_gaps(indices, code)
@@ -98,6 +102,11 @@ class Chosen(NamedTuple):
     indices: Tensor
     values: Tensor
     cleared: bool
+
+    @property
+    def lowest(self) -> Tensor:
+        """The smallest magnitude chosen, on the host."""
+        return self.values.abs().min().cpu() if self.values.numel() else torch.zeros(())
 
 
 @dataclass(frozen=True)
@@ -243,16 +252,20 @@ class TopK(Selector):
         threshold = float(state_tensor(state, "threshold", (), self))
         slack = max(1, int(_TOLERANCE * k))
         if threshold > 0 and n:
-            found = carried.scan(select.Thresholds.magnitude(threshold), min(n, k + slack))
+            found = carried.scan(select.Thresholds.magnitude(threshold), min(n, 2 * k + 1024))
             if found.complete and abs(found.total - k) <= slack:
                 # Near the tail the count falls about with the tenth power of the threshold.
                 threshold *= (found.total / k) ** 0.1
                 new = {"threshold": torch.tensor(threshold, dtype=torch.float32)}
                 return Chosen(found.indices, found.values, carried.clears), new
+            if found.complete and found.total > k:  # too low: the largest of the list will do
+                back = carried.held if carried.clears else None
+                kept = select.keep_largest(found.indices, found.values, k, back)
+                chosen = Chosen(*kept, cleared=carried.clears)
+                return chosen, {"threshold": chosen.lowest}
             carried = carried.again(found)
         chosen = largest(carried, k, key)
-        lowest = chosen.values.abs().min() if n else torch.zeros(())
-        return chosen, {"threshold": lowest.to(torch.float32).cpu()}
+        return chosen, {"threshold": chosen.lowest}
 
 
 @codec("threshold")

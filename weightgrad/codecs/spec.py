@@ -18,6 +18,7 @@ from typing import TypeVar
 from weightgrad.codecs.codec import Codec, Stage
 from weightgrad.errors import SpecError
 
+_MAX_SPEC = 1000
 _codecs: dict[str, type[Codec]] = {}
 
 
@@ -69,14 +70,21 @@ def explain(name: str) -> str:
 
 def parse(spec: str) -> Codec:
     """The codec a spec stands for; `str(codec)` is a spec again."""
+    if len(spec) > _MAX_SPEC:
+        raise SpecError(f"a codec spec has at most {_MAX_SPEC} characters, got {len(spec)}")
+    try:
+        return _read(spec)
+    except (RecursionError, MemoryError):
+        raise SpecError("the codec spec is nested too deeply") from None
+
+
+def _read(spec: str) -> Codec:
     try:
         tree = ast.parse(spec.strip(), mode="eval")
     except (SyntaxError, ValueError) as error:
         raise SpecError(
             f"cannot read the codec spec {spec!r}: {error}; write e.g. 'ef(topk(0.01) > qsgd(bits=4))'"
         ) from None
-    except RecursionError:
-        raise SpecError("the codec spec is nested too deeply") from None
     return _chain(tree.body, spec)
 
 

@@ -2,7 +2,7 @@
 
 The images are scikit-learn's `digits` (UCI, Kaynak & Alpaydin, 1998): 1,797 of them, inside the
 wheel, so nothing is downloaded. A third is kept for testing. The network is LeNet-5's shape (LeCun
-et al., 1998) made for 8 by 8 pixels, with ReLU and largest-value pooling: 122,794 parameters.
+et al., 1998) made for 8 by 8 pixels, with ReLU and largest-value pooling: 105,226 parameters.
 Everything that is random follows from a seed.
 """
 
@@ -67,7 +67,7 @@ class LeNet(nn.Module):
             self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
             self.linear1 = nn.Linear(32 * 4 * 4, 192)
             self.linear2 = nn.Linear(192, 10)
-            for layer in self.children():
+            for layer in (self.conv1, self.conv2, self.linear1, self.linear2):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 nn.init.zeros_(layer.bias)
 
