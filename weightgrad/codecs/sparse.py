@@ -32,7 +32,7 @@ from weightgrad.errors import BodyContentError, EncodeError, ParamsError, SpecEr
 from weightgrad.kernels import bits, fixed, halves, noise, select
 
 PARAMS = "<QQBBBx"  # entries, bits of the unary stream, Rice?, width, format of the values
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 15
 _TOLERANCE = 0.1
 
 

@@ -187,13 +187,18 @@ def keep_largest(indices: Tensor, values: Tensor, k: int, held: Tensor | None = 
         return indices, values
     sizes = fixed.magnitude_bits(values)
     limit = kth_largest(sizes, k) if k else fixed.INFINITY_BITS
-    equals = k - int((sizes > limit).sum())
     lib = native.library_for(indices)
     if lib is not None:
-        lib.wg_keep_largest(indices.data_ptr(), values.data_ptr(), n, limit, equals, native.pointer(held))
+        # One more than there are: the loop writes before it knows.
+        others = torch.empty(n - k + 1, dtype=torch.int64), torch.empty(n - k + 1, dtype=torch.float32)
+        lib.wg_keep_largest(
+            indices.data_ptr(), values.data_ptr(), n, k, limit, others[0].data_ptr(), others[1].data_ptr()
+        )
+        if held is not None:
+            scatter(others[0][:-1], others[1][:-1], held)
         return indices[:k], values[:k]
     equal = sizes == limit
-    kept = (sizes > limit) | (equal & (torch.cumsum(equal, 0) <= equals))
+    kept = (sizes > limit) | (equal & (torch.cumsum(equal, 0) <= k - int((sizes > limit).sum())))
     if held is not None:
         held[indices[~kept]] = values[~kept]
     return indices[kept], values[kept]

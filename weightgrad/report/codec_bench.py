@@ -3,8 +3,8 @@
 Speed is fp32 bytes of the tensor divided by the best of several interleaved repeats, and its
 ratio to `torch.Tensor.copy_` of the same tensor, taken in the same repeats: machines differ and
 are shared, ratios hardly. Buffers are reused, as the runtime does; the tensor is a square
-matrix, because some codecs work on columns. Two tensors take turns, so that error feedback never
-sees the same one twice in a row.
+matrix, because some codecs work on columns. Two tensors and their negatives take turns, so that
+what error feedback carries neither grows nor repeats.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def square(size_mb: float, seed: int = 0) -> Tensor:
 class _Subject:
     """A codec with what it needs to be timed again and again."""
 
-    def __init__(self, spec: str, inputs: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, spec: str, inputs: tuple[Tensor, ...]) -> None:
         self.codec: Codec = parse(spec)
         self.spec = spec
         self.inputs = inputs
@@ -126,7 +126,7 @@ class _Subject:
         self._encode()
 
     def _encode(self) -> Payload:
-        x = self.inputs[self.calls % 2]
+        x = self.inputs[self.calls % len(self.inputs)]
         self.calls += 1
         if isinstance(self.codec, LossAware):
             given = self.codec.encode(x, self.state, self.calls, curvature=self.curvature)
@@ -145,7 +145,8 @@ def measure(
     specs: tuple[str, ...], *, size_mb: float = 100, backends: tuple[str, ...] = ("native",), repeats: int = 7
 ) -> Iterator[Row]:
     """Rows for these codecs, as they are finished."""
-    inputs = (square(size_mb, 0), square(size_mb, 1))
+    first, second = square(size_mb, 0), square(size_mb, 1)
+    inputs = (first, second, -first, -second)
     target, copied = torch.zeros_like(inputs[0]), torch.zeros_like(inputs[0])
     gigabytes = inputs[0].numel() * 4 / 1e9
     for backend in backends:

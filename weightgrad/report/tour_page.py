@@ -87,7 +87,8 @@ def gradient_notes(tour: Tour) -> list[str]:
         f"MB/s: encode and decode on {tour.threads} thread{'s' if tour.threads > 1 else ''}. These tensors are "
         f"small (at most {tour.largest_tensor:,} elements): calls cost more than bytes here. "
         "`weightgrad bench codecs` measures large buffers.",
-        f"test: {tour.test_images} images; differences below 1 point are mostly chance.",
+        f"test: {tour.test_images} images; differences below 1 point are mostly chance. All codecs share one learning "
+        f"rate ({tour.plan.learning_rate:g}), chosen on these images so that all of them train.",
     ]
     if any(row.codec.startswith("dgc") for row in tour.gradients):
         notes.insert(2, "dgc sends sums of momentum, not gradients: it has no error to compare.")
@@ -148,7 +149,7 @@ def show(tour: Tour, out: Path, console: Console) -> None:
         console.print(table(title, headers, rows, console.width))
         console.print()
         for note in notes:
-            console.print(Padding(Text(note.replace("`", ""), style="dim"), (0, 2)))
+            console.print(Padding(Text(note.replace("`", ""), style="dim"), (0, 2), expand=False))
         console.print()
     console.print(f"Took {tour.seconds:.0f} s. Written:")
     for name, what in (
@@ -221,14 +222,14 @@ def _offsets(wide: float) -> list[tuple[float, float]]:
 
     beside = [0, wide / 4, wide / 2, wide / 2 + 10, wide / 2 + 24, wide / 2 + 40]
     places = [(sign * dx, float(dy)) for dx in beside for sign in (1, -1) for dy in range(-112, 113, 8)]
-    return sorted((place for place in places if gap(place) >= 8), key=gap)
+    return sorted((place for place in places if gap(place) >= 9), key=gap)
 
 
 def place_labels(rows: list[GradientRow], axes: _Axes) -> list[tuple[float, float]]:
     """An offset in pixels for each label. Greedy: the first place that is free, or the least crowded one."""
     inside = _Box(0, 0, WIDTH - _MARGIN["l"] - _MARGIN["r"], HEIGHT - _MARGIN["t"] - _MARGIN["b"])
     spots = [axes.at(row) for row in rows]
-    taken = [_around(x, y, 12, 12) for x, y in spots]
+    taken = [_around(x, y, 16, 16) for x, y in spots]
     chosen = [(0.0, 0.0)] * len(rows)
     for number in sorted(range(len(rows)), key=lambda i: spots[i]):
         x, y = spots[number]
@@ -271,6 +272,10 @@ dark.addEventListener('change', theme);
 """
 
 
+def _symbol(below: bool, ring: bool) -> str:
+    return ("triangle-down" if below else "circle") + ("-open" if ring else "")
+
+
 def chart(tour: Tour) -> str:
     """Accuracy against bits for each element, as HTML with plotly's JavaScript inside."""
     require("plotly", "plotly")
@@ -286,9 +291,11 @@ def chart(tour: Tour) -> str:
             y=[axes.shown(row) for row in some],
             mode="markers",
             name=name,
+            # Rings, so that a codec shows inside the one with error feedback around it.
             marker={
-                "size": 10,
-                "symbol": ["triangle-down" if 100 * row.accuracy < axes.low else "circle" for row in some],
+                "size": 14 if feedback else 8,
+                "symbol": [_symbol(100 * row.accuracy < axes.low, feedback) for row in some],
+                "line": {"width": 2.5 if feedback else 0},
             },
             customdata=[[row.codec, 100 * row.accuracy, row.times_smaller] for row in some],
             hovertemplate="<b>%{customdata[0]}</b><br>%{x:.3f} bits each, %{customdata[2]:.1f} times smaller"
@@ -303,7 +310,7 @@ def chart(tour: Tour) -> str:
             ay=dy,
             arrowwidth=0.8,
             arrowhead=0,
-            standoff=6,
+            standoff=8,
             font={"size": 11},
         )
     ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 4, 8, 16, 32]

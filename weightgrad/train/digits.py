@@ -67,9 +67,11 @@ class LeNet(nn.Module):
             self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
             self.linear1 = nn.Linear(32 * 4 * 4, 192)
             self.linear2 = nn.Linear(192, 10)
-            for layer in (self.conv1, self.conv2, self.linear1, self.linear2):
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                nn.init.zeros_(layer.bias)
+            for tensor in self.parameters():
+                if tensor.dim() > 1:
+                    nn.init.kaiming_normal_(tensor, nonlinearity="relu")
+                else:
+                    nn.init.zeros_(tensor)
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores (n, 10) of images (n, 1, 8, 8)."""
@@ -84,4 +86,4 @@ class LeNet(nn.Module):
 def accuracy(model: nn.Module, digits: Digits) -> float:
     """Fraction of the test images that are read correctly."""
     guesses = model(digits.test_images).argmax(1)
-    return float((guesses == digits.test_labels).float().mean())
+    return float((guesses == digits.test_labels).double().mean())

@@ -103,17 +103,28 @@ WG_API uint64_t wg_scan_columns(const float *x, float *held, const wg_sent *sent
     return p.count;
 }
 
-/* Keep, in order, the entries of a list with a magnitude above `limit` (given by its bits) and
- * the first `equals` of that magnitude. With `held`, the others go back there. */
-WG_API void wg_keep_largest(int64_t *indices, float *values, uint64_t n, uint32_t limit, uint64_t equals, float *held) {
-    uint64_t kept = 0;
+/* Keep, in order, the k entries of a list of largest magnitude, given the bits of the k-th; of equals
+ * the first. The n - k others are listed too: without branches, as they come at random. */
+WG_API void wg_keep_largest(int64_t *indices, float *values, uint64_t n, uint64_t k, uint32_t limit, int64_t *other_indices,
+                            float *other_values) {
+    uint64_t kept = 0, others = 0, larger = 0;
+    for (uint64_t i = 0; i < n; i++) larger += wg_magnitude(values[i]) > limit;
+    uint64_t equals = k - larger;
     for (uint64_t i = 0; i < n; i++) {
-        const uint32_t u = wg_magnitude(values[i]);
-        if (u > limit || (u == limit && equals > 0)) {
-            equals -= u == limit;
-            indices[kept] = indices[i];
-            values[kept++] = values[i];
-        } else if (held) held[indices[i]] = values[i];
+        const int64_t index = indices[i];
+        const float value = values[i];
+        const uint32_t u = wg_magnitude(value);
+        uint64_t take = u > limit;
+        if (u == limit && equals > 0) {
+            take = 1;
+            equals--;
+        }
+        other_indices[others] = index;
+        other_values[others] = value;
+        others += 1 - take;
+        indices[kept] = index;
+        values[kept] = value;
+        kept += take;
     }
 }
 

@@ -65,37 +65,39 @@ ALWAYS_INLINE uint32_t advance(const float *x, float *held, float *velocity, siz
     return top8(top);
 }
 
-ALWAYS_INLINE void list_one(wg_pass *p, uint64_t first, float *held, size_t at, uint64_t place, const int clear) {
+/* `stays` is all ones when there is no entry to clear, else zero: arithmetic instead of a branch. */
+ALWAYS_INLINE void list_one(wg_pass *p, uint64_t first, float *held, size_t at, uint64_t place, const int clear,
+                            uint32_t stays) {
+    const uint32_t h = wg_bits(held[at]);
     p->indices[place] = (int64_t)(first + at);
-    p->values[place] = held[at];
-    if (clear) held[at] = 0.0f;
+    p->values[place] = wg_float(h);
+    if (clear) held[at] = wg_float(h & stays);
 }
 
-/* Most words of 64 elements hold no more than two entries: two are written without asking. */
+/* Most words of 64 elements hold no more than two entries: two are written without asking whether
+ * they are there, because a wrong guess costs more than the writing. */
 ALWAYS_INLINE void list(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const notes *n, const int clear) {
     float *held = p->held + first;
+    uint64_t count = p->count;
     for (size_t i = 0; i < m; i += 64) {
         uint64_t mask;
         memcpy(&mask, n->kept + i / 8, 8);
         const uint64_t found = (uint64_t)__builtin_popcountll(mask);
-        if (p->count + 64 > s->capacity) {
-            for (; mask; mask &= mask - 1, p->count++)
-                if (p->count < s->capacity) list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), p->count, clear);
+        if (count + 64 > s->capacity) {
+            for (; mask; mask &= mask - 1, count++)
+                if (count < s->capacity) list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), count, clear, 0);
             continue;
         }
-        if (clear) {
-            for (; mask; mask &= mask - 1) list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), p->count++, 1);
-            continue;
-        }
+        const size_t last = m - i < 64 ? m - i - 1 : 63; /* looked at when there is no entry */
         for (uint64_t k = 0; k < 2; k++, mask &= mask - 1) {
-            const size_t at = i + (mask ? (size_t)__builtin_ctzll(mask) : 0);
-            list_one(p, first, held, at, p->count + k, 0);
+            const size_t at = i + (size_t)__builtin_ctzll(mask | 1ull << last);
+            list_one(p, first, held, at, count + k, clear, (uint32_t) - (int32_t)(mask == 0));
         }
-        if (found > 2)
-            for (uint64_t k = 2; k < found; k++, mask &= mask - 1)
-                list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), p->count + k, 0);
-        p->count += found;
+        for (uint64_t k = 2; k < found; k++, mask &= mask - 1)
+            list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), count + k, clear, 0);
+        count += found;
     }
+    p->count = count;
 }
 
 ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old,
