@@ -71,7 +71,8 @@ class Adaptive(Codec):
         n = flat.numel()
         if not self.feedback:
             limits = self._thresholds(select.line_sample([flat], self._sample(n), noise.mix(key))[0])
-            found = self._complete(lambda room: select.scan(None, flat, None, 0.0, limits, room), n)
+            # `keep`: flat may be values that another scan has just listed (topk(...) > adaptive(...)).
+            found = self._complete(lambda room: select.scan(None, flat, None, 0.0, limits, room, keep=True), n)
             if found.done < n:
                 raise not_finite(flat)
             return self._pack(x, csc.columns_of(found.indices, found.values, grid, None)), state

@@ -64,16 +64,18 @@ def scan(
     room: int,
     *,
     clear: bool = False,
+    keep: bool = False,
 ) -> Selected:
     """Advance `held` (and `velocity`) by x and list what lies beyond the thresholds.
 
-    With `clear`, what is listed becomes zero in `held`. A block of 1,024 elements with a NaN or Inf
+    With `clear`, what is listed becomes zero in `held`. With `keep`, the list survives the thread's
+    next scan. A block of 1,024 elements with a NaN or Inf
     ends the scan and is left untouched.
     """
     lib = native.library_for(held)
     if lib is None:
         return _scan_twin(x, held, velocity, momentum, thresholds, room, clear)
-    found = _Room(room)
+    found = _Room(room, keep)
     selection = native.Selection(thresholds.above, thresholds.below, momentum, int(clear), room)
     count: int = lib.wg_scan(
         native.pointer(x),
@@ -134,7 +136,7 @@ def scan_columns(x: Tensor, held: Tensor, sent: Sent, grid: Grid, thresholds: Th
     lib = native.library_for(held)
     if lib is None:
         return sent.scan_twin(x, held, grid, thresholds, room)
-    found_room = _Room(room)
+    found_room = _Room(room, False)
     selection = native.Selection(thresholds.above, thresholds.below, 0.0, 0, room)
     old = native.Sent(
         sent.thresholds.above, sent.thresholds.below, grid.rows, grid.cols, grid.tile, sent.means.data_ptr()
@@ -151,16 +153,19 @@ _scratch = threading.local()
 class _Room:
     """Where the native scans list what they find: memory of this thread, used again by its next scan.
 
-    Fresh memory would cost as much as the scan. Whoever keeps a list longer than that copies it.
+    Fresh memory would cost as much as the scan.
     """
 
-    def __init__(self, room: int) -> None:
-        if getattr(_scratch, "room", -1) < room:
-            _scratch.room = room
-            _scratch.indices = torch.empty(room, dtype=torch.int64)
-            _scratch.values = torch.empty(room, dtype=torch.float32)
-        self.indices: Tensor = _scratch.indices[:room]
-        self.values: Tensor = _scratch.values[:room]
+    def __init__(self, room: int, keep: bool) -> None:
+        if keep:
+            self.indices = torch.empty(room, dtype=torch.int64)
+            self.values = torch.empty(room, dtype=torch.float32)
+        else:
+            if getattr(_scratch, "room", -1) < room:
+                _scratch.room = room
+                _scratch.indices = torch.empty(room, dtype=torch.int64)
+                _scratch.values = torch.empty(room, dtype=torch.float32)
+            self.indices, self.values = _scratch.indices[:room], _scratch.values[:room]
         self.done = ctypes.c_uint64()
         self.pointers = (self.indices.data_ptr(), self.values.data_ptr(), ctypes.byref(self.done))
 
