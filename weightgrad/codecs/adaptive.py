@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.codecs.codec import Codec, State, between, choose, flat32, not_finite, state_tensor
+from weightgrad.codecs.codec import Codec, State, between, choose, flat32, joined, not_finite, state_tensor
 from weightgrad.codecs.matrix import matrix_grid
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.registry import floats, register, sections, unpack_params
@@ -26,7 +26,7 @@ from weightgrad.errors import BodyContentError
 from weightgrad.kernels import csc, fixed, halves, noise, select
 
 PARAMS = "<QQ"  # entries, columns that have any
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 15
 
 
 @codec("adaptive")
@@ -66,7 +66,7 @@ class Adaptive(Codec):
         return select.Sent(select.Thresholds(above, below), state["means"])
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
-        """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
+        """See Codec.encode."""
         flat, grid = flat32(x), matrix_grid(tuple(x.shape))
         n = flat.numel()
         if not self.feedback:
@@ -75,7 +75,7 @@ class Adaptive(Codec):
             found = self._complete(lambda room: select.scan(None, flat, None, 0.0, limits, room, keep=True), n)
             if found.done < n:
                 raise not_finite(flat)
-            return self._pack(x, csc.columns_of(found.indices, found.values, grid, None)), state
+            return self._pack(x, csc.columns_of(found.indices, found.values, grid, None), out), state
         held = state_tensor(state, "held", (n,), self, x)
         means = state_tensor(state, "means", (grid.tiles, 2, grid.cols), self, x)
         state_tensor(state, "thresholds", (2,), self)
@@ -92,7 +92,7 @@ class Adaptive(Codec):
         columns = csc.columns_of(found.indices, found.values, grid, None)
         means.copy_(columns.means.view(grid.tiles, grid.cols, 2).transpose(1, 2))
         passed = torch.tensor([limits.above, limits.below], dtype=torch.float32)
-        return self._pack(x, columns), {"held": held, "means": means, "thresholds": passed}
+        return self._pack(x, columns, out), {"held": held, "means": means, "thresholds": passed}
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
@@ -106,10 +106,10 @@ class Adaptive(Codec):
             raise not_finite(flat)
         found = self._complete(lambda room: select.scan(None, residual, None, 0.0, limits, room), n, found)
         columns = csc.columns_of(found.indices, found.values, matrix_grid(tuple(x.shape)), residual)
-        return self._pack(x, columns), state
+        return self._pack(x, columns, out), state
 
     def _sample(self, n: int) -> int:
-        return min(n, max(_SAMPLE, int(1024 * self.pi)))
+        return min(n, max(_SAMPLE, int(512 * self.pi)))
 
     def _room(self, n: int) -> int:
         return min(n, int(1.5 * n / self.pi) + 1024)
@@ -138,10 +138,10 @@ class Adaptive(Codec):
             limits.append(fixed.float_of_bits(bits))
         return select.Thresholds(limits[0], -limits[1])
 
-    def _pack(self, x: Tensor, columns: csc.Columns) -> Payload:
+    def _pack(self, x: Tensor, columns: csc.Columns, out: Tensor | None) -> Payload:
         means = columns.means[columns.counts > 0]
         parts = [means.view(-1), columns.counts.to(torch.int16), columns.entries]
-        body = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+        body = joined([part.contiguous().view(-1).view(torch.uint8) for part in parts], out)
         params = struct.pack(PARAMS, columns.entries.numel(), means.shape[0])
         return Payload("adaptive", x.dtype, tuple(x.shape), params, body)
 

@@ -50,7 +50,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
-        """Encode a tensor. `out` is an optional uint8 buffer for the body, to be reused by the caller."""
+        """Encode a tensor. `out` is an optional uint8 buffer for the body, to be reused by the caller.
+
+        A codec whose body has a size that depends on the values uses it when it is large enough.
+        """
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
@@ -169,6 +172,16 @@ def body_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
     if out.numel() < nbytes:
         raise EncodeError(f"out has {out.numel()} bytes and this tensor may take {nbytes}")
     return out[:nbytes]
+
+
+def joined(parts: list[Tensor], out: Tensor | None) -> Tensor:
+    """The parts of a body whose size is not known beforehand, one after the other; in `out` if they fit."""
+    size = sum(part.numel() for part in parts)
+    if out is None or out.numel() < size:
+        return torch.cat(parts)
+    room = body_room(out, size, parts[0].device)
+    torch.cat(parts, out=room)
+    return room
 
 
 def state_tensor(state: State, name: str, shape: tuple[int, ...], codec: Codec, like: Tensor | None = None) -> Tensor:

@@ -65,7 +65,7 @@ class Dgc(Stage):
         return float(_FIRST * (self.fraction / _FIRST) ** (stage / _STAGES))
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
-        """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
+        """See Codec.encode."""
         flat = flat32(x)
         n = flat.numel()
         velocity = state_tensor(state, "velocity", (n,), self, x)
@@ -81,7 +81,7 @@ class Dgc(Stage):
         carried = Carried(flat, residual, velocity, self.momentum)
         chosen = largest(carried, entries_for(self.fraction_at(step), n), key)
         try:
-            payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key)
+            payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key, out)
         except EncodeError:  # the codec of the values refuses one: nothing was sent
             carried.roll_back(n)
             raise

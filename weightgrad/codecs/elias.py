@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.codecs.codec import Codec, State, between, choose, flat32, not_finite
+from weightgrad.codecs.codec import Codec, State, between, choose, flat32, joined, not_finite
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.qsgd import check_bucket
 from weightgrad.codecs.registry import floats, register, sections, unpack_params
@@ -49,7 +49,7 @@ class Elias(Codec):
         return True
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
-        """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
+        """See Codec.encode."""
         flat = flat32(x)
         n, levels = flat.numel(), 2 ** (self.bits - 1) - 1
         spec = kernel.BucketSpec(self.bucket, 8, levels, self.norm, True)
@@ -66,7 +66,7 @@ class Elias(Codec):
             streams.append(stream)
             lengths.append(sizes.to(torch.int16).view(torch.uint8))
         parts = [scales.view(torch.uint8), *lengths, *streams]
-        body = torch.cat(parts) if n else scales.view(torch.uint8)
+        body = joined(parts, out)
         total = sum(stream.numel() for stream in streams)
         params = struct.pack(PARAMS, self.bits, self.bucket, total)
         return Payload("elias", x.dtype, tuple(x.shape), params, body), state

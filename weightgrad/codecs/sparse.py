@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from weightgrad.codecs import registry
-from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, not_finite, state_tensor
+from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, joined, not_finite, state_tensor
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.spec import codec
@@ -52,15 +52,16 @@ def check_values_codec(owner: str, then: Codec) -> None:
         )
 
 
-def pack_entries(indices: Tensor, values: Tensor, like: Tensor, then: Codec, key: int) -> tuple[Payload, Payload]:
+def pack_entries(
+    indices: Tensor, values: Tensor, like: Tensor, then: Codec, key: int, out: Tensor | None = None
+) -> tuple[Payload, Payload]:
     """The sparse payload of sorted int64 indices, and the payload of the values inside it."""
     check_values_codec("pack_entries", then)
     inner, _ = then.encode(values, {}, noise.derive(key, 1))
-    code = bits.best_gap_code(indices)
-    low, unary = bits.pack_gaps(indices, code)
+    low, unary, code = bits.pack_gaps(indices, bits.best_gap_code(indices))
     gap = torch.zeros(-(low.numel() + unary.numel()) % 8, dtype=torch.uint8, device=values.device)
     head = struct.pack(PARAMS, indices.numel(), code.unary_bits, code.rice, code.width, registry.wire_id(inner.codec))
-    body = torch.cat((low, unary, gap, inner.body))
+    body = joined([low, unary, gap, inner.body], out)
     return Payload("sparse", like.dtype, tuple(like.shape), head + inner.params, body), inner
 
 
@@ -164,7 +165,7 @@ def largest(carried: Carried, k: int, key: int) -> Chosen:
     )
     rank = k * sizes.numel() / n
     if sizes.numel() < n:  # a sample: stay on the safe side of k
-        rank += 3 * math.sqrt(rank) + 8
+        rank += 2.5 * math.sqrt(rank) + 4
     room = min(n, int(1.2 * rank * n / sizes.numel()) + 1024)
     while True:
         place = math.ceil(rank)
@@ -191,7 +192,7 @@ class Selector(Stage):
         carried = Carried(flat32(x), residual)
         chosen, state = self._choose(carried, state, key)
         try:
-            payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key)
+            payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key, out)
         except EncodeError:  # the codec of the values refuses one: nothing was sent
             select.scatter(chosen.indices, chosen.values, residual)
             carried.roll_back(residual.numel())
@@ -200,9 +201,9 @@ class Selector(Stage):
         return payload, state
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
-        """See Codec.encode. The body's size is not known beforehand, so `out` is not used."""
+        """See Codec.encode."""
         chosen, state = self._choose(Carried(None, flat32(x)), state, key)
-        return pack_entries(chosen.indices, chosen.values, x, self.then, key)[0], state
+        return pack_entries(chosen.indices, chosen.values, x, self.then, key, out)[0], state
 
     @abstractmethod
     def _choose(self, carried: Carried, state: State, key: int) -> tuple[Chosen, State]:

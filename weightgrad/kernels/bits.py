@@ -109,11 +109,29 @@ def _gaps(indices: Tensor) -> Tensor:
     return indices - before - 1
 
 
+_PROBE = 1 << 15
+
+
 def best_gap_code(indices: Tensor) -> GapCode:
-    """The smaller of fixed-width and Rice coding for these sorted int64 indices."""
+    """The smaller of fixed-width and Rice coding, judged by the first 32,768 of these sorted indices.
+
+    A Rice code comes without its length: pack_gaps finds that out.
+    """
     count = indices.numel()
     if count == 0:
         return GapCode(rice=False, width=0)
+    largest, rice = _costs(indices[:_PROBE])
+    fixed_width = GapCode(rice=False, width=largest.bit_length())
+    some = min(count, _PROBE)
+    best = min((fixed_width, *rice), key=lambda code: code.low_bytes(some) + code.unary_bytes)
+    if not best.rice and count > some:  # it must hold every gap
+        best = GapCode(rice=False, width=_costs(indices)[0].bit_length())
+    return best
+
+
+def _costs(indices: Tensor) -> tuple[int, list[GapCode]]:
+    """The largest gap, and the three Rice codes around the best one."""
+    count = indices.numel()
     mean = (int(indices[-1]) + 1 - count) // count
     start = max(0, min(MAX_WIDTH - 2, mean.bit_length() - 2))
     lib = native.library_for(indices)
@@ -125,29 +143,31 @@ def best_gap_code(indices: Tensor) -> GapCode:
         room = (ctypes.c_uint64 * 3)()
         largest = lib.wg_gap_costs(indices.data_ptr(), count, start, room)
         costs = list(room)
-    rice = [GapCode(rice=True, width=start + i, unary_bits=count + cost) for i, cost in enumerate(costs)]
-    options = [GapCode(rice=False, width=largest.bit_length()), *rice]
-    return min(options, key=lambda code: code.low_bytes(count) + code.unary_bytes)
+    return largest, [GapCode(rice=True, width=start + i, unary_bits=count + cost) for i, cost in enumerate(costs)]
 
 
-def pack_gaps(indices: Tensor, code: GapCode) -> tuple[Tensor, Tensor]:
-    """Sorted int64 indices -> (low bits, unary), both bytes."""
+def pack_gaps(indices: Tensor, code: GapCode) -> tuple[Tensor, Tensor, GapCode]:
+    """Sorted int64 indices -> (low bits, unary), both bytes, and the code with its length."""
     count = indices.numel()
-    unary = torch.zeros(code.unary_bytes, dtype=torch.uint8, device=indices.device)
     lib = native.library_for(indices)
     if lib is not None:
         low = torch.empty(code.low_bytes(count), dtype=torch.uint8)
+        most = count + ((int(indices[-1]) + 1 - count) >> code.width) if code.rice else 0
+        unary = torch.zeros(-(-most // 8), dtype=torch.uint8)
         target = unary.data_ptr() if code.rice else None
-        lib.wg_pack_gaps(indices.data_ptr(), count, code.width, low.data_ptr(), target)
-        return low, unary
+        bits = lib.wg_pack_gaps(indices.data_ptr(), count, code.width, low.data_ptr(), target)
+        code = GapCode(code.rice, code.width, bits)
+        return low, unary[: code.unary_bytes], code
     gaps = _gaps(indices)
-    bits = torch.arange(code.width, device=indices.device)
-    low = pack_twin(((gaps[:, None] >> bits) & 1).to(torch.uint8).view(-1), 1)
-    if code.rice:
-        flags = torch.zeros(code.unary_bits, dtype=torch.uint8, device=indices.device)
-        flags[torch.cumsum((gaps >> code.width) + 1, 0) - 1] = 1
-        unary = pack_twin(flags, 1)
-    return low, unary
+    places = torch.arange(code.width, device=indices.device)
+    low = pack_twin(((gaps[:, None] >> places) & 1).to(torch.uint8).view(-1), 1)
+    if not code.rice:
+        return low, low[:0], code
+    ones = torch.cumsum((gaps >> code.width) + 1, 0) - 1
+    code = GapCode(True, code.width, int(ones[-1]) + 1)
+    flags = torch.zeros(code.unary_bits, dtype=torch.uint8, device=indices.device)
+    flags[ones] = 1
+    return low, pack_twin(flags, 1), code
 
 
 def unpack_gaps(low: Tensor, unary: Tensor, count: int, code: GapCode, n: int) -> Tensor | None:

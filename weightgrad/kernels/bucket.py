@@ -121,8 +121,8 @@ def _quantize_twin(
             code = fixed.level_of(h, rows, spec.levels, grain, clamp=spec.norm == "given")
             own.copy_(scale)
             if residual is not None:
-                value = (code - spec.levels).to(torch.float32) * rows.scale
-                residual[start:done] = (h - value).view(-1)[: done - start]
+                value = code.to(torch.float32).sub_(float(spec.levels)).mul_(rows.scale)
+                residual[start:done] = torch.sub(h, value, out=value).view(-1)[: done - start]
             packed = pack_twin(code.view(-1)[: done - start].to(torch.uint8), spec.bits)
             at = start // 8 * spec.bits
             codes[at : at + packed.numel()] = packed
@@ -140,6 +140,6 @@ def _dequantize_twin(
         stop = min(n, start + step)
         at = start // 8 * bits
         code = unpack_twin(codes[at : at + -(-(stop - start) * bits // 8)], stop - start, bits)
-        level = fixed.padded(code.to(torch.float32) - float(levels), bucket).view(-1, bucket)
+        level = fixed.padded(code.to(torch.float32).sub_(float(levels)), bucket).view(-1, bucket)
         own = scales[start // bucket : start // bucket + level.shape[0]]
-        fixed.put(out[start:stop], (level * own[:, None]).view(-1)[: stop - start], mode)
+        fixed.put(out[start:stop], level.mul_(own[:, None]).view(-1)[: stop - start], mode)

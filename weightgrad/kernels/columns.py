@@ -82,8 +82,7 @@ def signs(x: Tensor, bits: Tensor) -> None:
     lib = native.library_for(x)
     if lib is None:
         for start in range(0, x.numel(), fixed.CHUNK):
-            piece = torch.signbit(x[start : start + fixed.CHUNK]).to(torch.uint8)
-            packed = pack_twin(piece, 1)
+            packed = pack_twin(_negative(x[start : start + fixed.CHUNK]).to(torch.uint8), 1)
             bits[start // 8 : start // 8 + packed.numel()] = packed
         return
 
@@ -127,14 +126,17 @@ def _onebit_twin(
             part = slice(at, min(stop, at + step))
             h = x[part]
             if held is not None and old_means is not None:
-                h = h + _lost_part(held, old_means, grid, tile, part)
+                h = _lost_part(held, old_means, grid, tile, part).add_(h)
             if largest_bits(h) >= fixed.INFINITY_BITS:
                 _roll_back(x, held, old_means, grid, at)
                 return False
             if held is not None:
                 held[part] = h
             lines = fixed.padded(h, width).view(-1, width)
-            negatives += torch.signbit(lines).to(torch.float32).sum(0).to(torch.int64)  # exact: small counts
+            sign = _negative(lines)
+            negatives += sign.to(torch.float32).sum(0).to(torch.int64)  # exact: small counts
+            packed = pack_twin(sign.view(-1)[: h.numel()].to(torch.uint8), 1)
+            bits[at // 8 : at // 8 + packed.numel()] = packed
             levels.append((_up(lines.clamp(min=0.0)), _up(lines.clamp(max=0.0))))
         sums = torch.stack([_up(_up(torch.cat(part)))[0] for part in zip(*levels, strict=True)])
         if grid.cols == 1:
@@ -142,7 +144,6 @@ def _onebit_twin(
         counts = torch.stack((height - negatives, negatives)).clamp(min=1)
         top = torch.finfo(torch.float32).max  # a sum may overflow
         means[tile] = (sums / counts.to(torch.float32)).clamp(-top, top)
-    signs(x if held is None else held, bits)
     return True
 
 
@@ -155,10 +156,15 @@ def _roll_back(x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: G
     old_means.zero_()
 
 
+def _negative(x: Tensor) -> Tensor:
+    """Whether the sign bit is set: the integer with the same bits is negative."""
+    return x.view(torch.int32) < 0
+
+
 def _lost_part(held: Tensor, means: Tensor, grid: Grid, tile: int, part: slice) -> Tensor:
     """held - mean of its sign. Multiplied by 0 and 1 and added, the means are exact, and it is fast."""
     h = held[part].view(-1, grid.cols)
-    negative = torch.signbit(h).to(torch.float32)
+    negative = _negative(h).to(torch.float32)
     mean = negative * means[tile, 1]
-    mean += (1.0 - negative) * means[tile, 0]
-    return (h - mean).view(-1)
+    mean += negative.neg_().add_(1.0).mul_(means[tile, 0])
+    return torch.sub(h, mean, out=mean).view(-1)

@@ -9,6 +9,7 @@ that any order gives the same mean.
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 from weightgrad.kernels import native
 from weightgrad.kernels.columns import Grid
 
+_scratch = threading.local()
+
 
 class Columns(NamedTuple):
-    """Kept entries by slot."""
+    """Kept entries by slot, valid until the thread's next call."""
 
     counts: Tensor  # (slots,) int32
     means: Tensor  # (slots, 2) float32
@@ -38,9 +41,11 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
     lib = native.library_for(values)
     if lib is None:
         return _columns_twin(indices, values, grid, held, factor)
+    if getattr(_scratch, "room", -1) < k:
+        _scratch.room, _scratch.entries = k, torch.empty(k, dtype=torch.int16)
+    entries: Tensor = _scratch.entries[:k]
     counts = torch.empty(slots, dtype=torch.int16)
     means = torch.empty(slots, 2, dtype=torch.float32)
-    entries = torch.empty(k, dtype=torch.int16)
     places = torch.empty(slots, dtype=torch.int64)
     sums = torch.empty(2 * slots, dtype=torch.int64)
     lib.wg_columns_of(

@@ -112,7 +112,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_pack": (None, (_POINTER, _SIZE, _INT, _POINTER)),
     "wg_unpack": (None, (_POINTER, _SIZE, _INT, _POINTER)),
     "wg_gap_costs": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER)),
-    "wg_pack_gaps": (None, (_POINTER, _SIZE, _INT, _POINTER, _POINTER)),
+    "wg_pack_gaps": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER, _POINTER)),
     "wg_unpack_gaps": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _SIZE, _POINTER)),
     "wg_elias": (_SIZE, (_POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER)),
     "wg_elias_decode": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER)),

@@ -41,16 +41,24 @@ def signed32(value: int) -> int:
 def noise16(key: int, first: int, n: int, device: torch.device) -> Tensor:
     """Noise of elements first .. first+n-1 as int32 in 0..65535; `first` is a multiple of 16."""
     groups = -(-n // 16)
-    counter = first >> 4 << 3
     x = torch.arange(groups * 8, dtype=torch.int32, device=device)
-    x += signed32(counter)
+    x += signed32(first >> 4 << 3)
+    t = torch.empty_like(x)  # one temporary for all steps: fresh memory costs more than the work
+
+    def fold(shift: int) -> None:
+        torch.bitwise_right_shift(x, shift, out=t)
+        t.bitwise_and_((1 << (32 - shift)) - 1)
+        x.bitwise_xor_(t)
+
     x ^= signed32(key)
-    x ^= (x >> 16) & 0xFFFF
+    fold(16)
     x *= signed32(0x7FEB352D)
     x ^= signed32(key >> 32)
-    x ^= (x >> 15) & 0x1FFFF
+    fold(15)
     x *= signed32(0x846CA68B)
-    x ^= (x >> 16) & 0xFFFF
-    x = x.view(groups, 8)
-    both = torch.stack((x & 0xFFFF, (x >> 16) & 0xFFFF), dim=1)
+    fold(16)
+    both = torch.empty(groups, 2, 8, dtype=torch.int32, device=device)
+    torch.bitwise_and(x.view(groups, 8), 0xFFFF, out=both[:, 0])
+    torch.bitwise_right_shift(x.view(groups, 8), 16, out=both[:, 1])
+    both[:, 1] &= 0xFFFF
     return both.view(-1)[:n]

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from weightgrad.kernels import fixed, native, noise
 from weightgrad.kernels.columns import Grid
 
 BLOCK = 1024
+_PATTERNS = 8
 _LINE = 16  # a sample is a cache line of floats: one miss for sixteen of them
 
 
@@ -191,9 +193,13 @@ def keep_largest(indices: Tensor, values: Tensor, k: int, held: Tensor | None = 
     if k >= n:
         return indices, values
     sizes = fixed.magnitude_bits(values)
-    limit = kth_largest(sizes, k) if k else fixed.INFINITY_BITS
     lib = native.library_for(indices)
     if lib is not None:
+        limit = fixed.INFINITY_BITS
+        if k:
+            order = sizes.numpy()
+            order.partition(n - k)  # in place: `sizes` is not needed again
+            limit = int(order[n - k])
         # One more than there are: the loop writes before it knows.
         others = torch.empty(n - k + 1, dtype=torch.int64), torch.empty(n - k + 1, dtype=torch.float32)
         lib.wg_keep_largest(
@@ -202,6 +208,7 @@ def keep_largest(indices: Tensor, values: Tensor, k: int, held: Tensor | None = 
         if held is not None:
             scatter(others[0][:-1], others[1][:-1], held)
         return indices[:k], values[:k]
+    limit = kth_largest(sizes, k) if k else fixed.INFINITY_BITS
     equal = sizes == limit
     kept = (sizes > limit) | (equal & (torch.cumsum(equal, 0) <= k - int((sizes > limit).sum())))
     if held is not None:
@@ -224,18 +231,24 @@ def scatter(indices: Tensor, values: Tensor | None, out: Tensor, mode: int = fix
         out[indices] = out[indices] - values
 
 
+@functools.lru_cache(maxsize=64)
+def _lines(lines: int, wanted: int, pattern: int) -> Tensor:
+    place = noise.noise16(noise.mix(pattern), 0, wanted, torch.device("cpu")).to(torch.int64)
+    first = torch.arange(wanted, dtype=torch.int64) * lines // wanted
+    return first + place * (lines // wanted) // 65536
+
+
 def line_sample(tensors: list[Tensor], size: int, key: int) -> list[Tensor]:
     """About `size` elements of each of these flat tensors, the same places in all.
 
-    One line from each of as many equal strata, at a hashed place: two encoders with the same key
-    take the same sample on any device. The tensors themselves when they are not larger than that.
+    One line from each of as many equal strata, at a hashed place, in one of eight patterns that the
+    key chooses: two encoders with the same key take the same sample on any device. The tensors
+    themselves when they are not larger than that.
     """
     lines, wanted = tensors[0].numel() // _LINE, size // _LINE
     if lines <= wanted:
         return list(tensors)
-    place = noise.noise16(key, 0, wanted, torch.device("cpu")).to(torch.int64)
-    first = torch.arange(wanted, dtype=torch.int64) * lines // wanted
-    chosen = (first + place * (lines // wanted) // 65536).to(tensors[0].device)
+    chosen = _lines(lines, wanted, key % _PATTERNS).to(tensors[0].device)
     return [t[: lines * _LINE].view(lines, _LINE).index_select(0, chosen).view(-1) for t in tensors]
 
 
@@ -268,9 +281,9 @@ def _scan_twin(
             if velocity is not None:
                 speed = mu * velocity[start:stop] + speed
             h = h + speed
-        bad = fixed.magnitude_bits(h) >= fixed.INFINITY_BITS
-        if bool(bad.any()):
-            done = start + int(bad.int().argmax()) // BLOCK * BLOCK
+        sizes = fixed.magnitude_bits(h)
+        if int(sizes.max()) >= fixed.INFINITY_BITS:
+            done = start + int((sizes >= fixed.INFINITY_BITS).int().argmax()) // BLOCK * BLOCK
             h = h[: done - start]
         if x is not None:
             held[start : start + h.numel()] = h

@@ -163,7 +163,8 @@ def _ternary_twin(x: Tensor, residual: Tensor | None, scale: float, key: int, co
         grain = noise.noise16(key, start, h.numel(), x.device)
         code = fixed.level_of(h.clamp(-scale, scale), rule, 1, grain, clamp=False)
         if residual is not None:
-            residual[start : start + _STEP] = h - (code - 1).to(torch.float32) * rule.scale
+            value = code.to(torch.float32).sub_(1.0).mul_(rule.scale)
+            residual[start : start + _STEP] = torch.sub(h, value, out=value)
         _store(codes, start, code.to(torch.uint8))
 
 

@@ -28,8 +28,8 @@ WG_API uint64_t wg_gap_costs(const int64_t *indices, uint64_t k, int width, uint
     return largest;
 }
 
-/* `unary` may be NULL (fixed width); otherwise it must hold zeros. */
-WG_API void wg_pack_gaps(const int64_t *indices, uint64_t k, int width, uint8_t *low, uint8_t *unary) {
+/* `unary` may be NULL (fixed width); otherwise it must hold zeros. Returns the unary bits written. */
+WG_API uint64_t wg_pack_gaps(const int64_t *indices, uint64_t k, int width, uint8_t *low, uint8_t *unary) {
     const uint64_t mask = width ? ~0ull >> (64 - width) : 0;
     uint64_t word = 0, place = 0;
     int held = 0;
@@ -49,6 +49,7 @@ WG_API void wg_pack_gaps(const int64_t *indices, uint64_t k, int width, uint8_t 
         }
     }
     if (held) *low = (uint8_t)word;
+    return place;
 }
 
 /* Position of the first one at or after `place`, or `bits` when there is none. */

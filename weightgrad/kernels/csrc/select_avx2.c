@@ -5,6 +5,8 @@
 #if WG_HAS_AVX2_UNIT
 #include "lanes.h"
 
+#define NEAR 512 /* floats ahead in a pass that writes; twice as far is slower */
+
 typedef struct {
     float held[WG_SCAN_BLOCK], velocity[WG_SCAN_BLOCK];
     uint8_t kept[WG_SCAN_BLOCK / 8 + 8]; /* a bit for each entry beyond the thresholds */
@@ -41,7 +43,11 @@ ALWAYS_INLINE uint32_t advance(const float *x, float *held, float *velocity, siz
     const I8 limit = same(wg_bits(s->above) - 1u);
     I8 top = _mm256_setzero_si256();
     for (size_t i = 0; i < m; i += 8) {
-        if (!x && i % 16 == 0) _mm_prefetch((const char *)(held + i + PREFETCH_FLOATS), _MM_HINT_T0);
+        if (i % 16 == 0) {
+            _mm_prefetch((const char *)(held + i + (x ? NEAR : PREFETCH_FLOATS)), _MM_HINT_T0);
+            if (x) _mm_prefetch((const char *)(x + i + NEAR), _MM_HINT_T0);
+            if (velocity) _mm_prefetch((const char *)(velocity + i + NEAR), _MM_HINT_T0);
+        }
         F8 h = _mm256_loadu_ps(held + i);
         if (x) {
             F8 speed = _mm256_loadu_ps(x + i);

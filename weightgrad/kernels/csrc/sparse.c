@@ -10,18 +10,23 @@
 
 #include <string.h>
 
+/* A cursor over ascending indices: divisions are slow, so they are done once a row (once a tile, when
+ * there is one column). */
 typedef struct {
-    uint64_t row, start, slots; /* where the cursor is: row, its first element, first slot of its tile */
+    uint64_t start, end;  /* elements of the current row, or of the tile of a single column */
+    uint64_t slots, row;  /* first slot of its tile; row within it (of `start`) */
 } cursor;
 
 static uint64_t slot_of(cursor *at, int64_t index, uint64_t cols, uint64_t tile) {
-    uint64_t i = (uint64_t)index;
-    if (i - at->start >= cols) {
-        at->row = i / cols;
-        at->start = at->row * cols;
-        at->slots = at->row / tile * cols;
+    const uint64_t i = (uint64_t)index;
+    if (i >= at->end) {
+        const uint64_t row = i / cols, first = cols == 1 ? row / tile * tile : row;
+        at->start = first * cols;
+        at->end = cols == 1 ? at->start + tile : at->start + cols;
+        at->slots = row / tile * cols;
+        at->row = first % tile;
     }
-    return at->slots + (i - at->start);
+    return cols == 1 ? at->slots : at->slots + (i - at->start);
 }
 
 /* `places` is room for a 64-bit integer a slot, `sums` for two. With `held`, what the
@@ -31,7 +36,7 @@ WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t 
                           float *held) {
     memset(places, 0, slots * sizeof *places);
     memset(sums, 0, 2 * slots * sizeof *sums);
-    cursor at = {0, 0, 0};
+    cursor at = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
         uint64_t slot = slot_of(&at, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
         places[slot] += 1 + (sign << 32); /* all entries below, negative ones above */
@@ -46,10 +51,11 @@ WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t 
         places[s] = next;
         next += count;
     }
-    cursor again = {0, 0, 0};
+    cursor again = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
         uint64_t slot = slot_of(&again, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
-        entries[places[slot]++] = (uint16_t)(again.row % tile | sign << 15);
+        uint64_t row = cols == 1 ? (uint64_t)indices[i] - again.start : again.row;
+        entries[places[slot]++] = (uint16_t)(row | sign << 15);
         if (held) held[indices[i]] = values[i] - means[2 * slot + sign];
     }
 }
