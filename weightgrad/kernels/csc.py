@@ -46,8 +46,7 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
     entries: Tensor = _scratch.entries[:k]
     counts = torch.empty(slots, dtype=torch.int16)
     means = torch.empty(slots, 2, dtype=torch.float32)
-    places = torch.empty(slots, dtype=torch.int64)
-    sums = torch.empty(2 * slots, dtype=torch.int64)
+    work = torch.empty(4 * slots, dtype=torch.int64)
     lib.wg_columns_of(
         indices.data_ptr(),
         values.data_ptr(),
@@ -59,8 +58,7 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
         counts.data_ptr(),
         means.data_ptr(),
         entries.data_ptr(),
-        places.data_ptr(),
-        sums.data_ptr(),
+        work.data_ptr(),
         native.pointer(held),
     )
     return Columns(counts.to(torch.int32) & 0xFFFF, means, entries)

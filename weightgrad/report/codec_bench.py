@@ -196,6 +196,7 @@ def missed(row: Row, threads: int = 1) -> bool:
 
 
 HEADERS = ("codec", "backend", "encode GB/s", "decode GB/s", "encode / copy_", "decode / copy_", "bits each", "error")
+SHORT = ("codec", "backend", "enc\nGB/s", "dec\nGB/s", "enc /\ncopy_", "dec /\ncopy_", "bits\neach", "error")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -214,8 +215,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 def table(rows: list[Row]) -> Table:
     """For the terminal."""
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for place, header in enumerate(HEADERS):
-        made.add_column(header, justify="left" if place < 2 else "right", no_wrap=True)
+    for place, header in enumerate(SHORT):
+        made.add_column(header, justify="left" if place < 2 else "right", no_wrap=place > 0)
     for row in rows:
         made.add_row(*(escape(cell) for cell in _cells(row)), style="red" if missed(row) else None)
     return made

@@ -29,33 +29,40 @@ static uint64_t slot_of(cursor *at, int64_t index, uint64_t cols, uint64_t tile)
     return cols == 1 ? at->slots : at->slots + (i - at->start);
 }
 
-/* `places` is room for a 64-bit integer a slot, `sums` for two. With `held`, what the
- * means do not say stays there: held[index] = value - mean. */
+/* What a slot gathers: half a cache line. */
+typedef struct {
+    uint64_t count, negative; /* entries; of these, negative ones. Then: where the next one goes */
+    int64_t sum[2];
+} wg_slot;
+
+/* `work` is room for a wg_slot (32 bytes) a slot. With `held`, what the means do not say stays there:
+ * held[index] = value - mean. */
 WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t k, uint64_t cols, uint64_t tile, uint64_t slots,
-                          double factor, uint16_t *counts, float *means, uint16_t *entries, uint64_t *places, int64_t *sums,
-                          float *held) {
-    memset(places, 0, slots * sizeof *places);
-    memset(sums, 0, 2 * slots * sizeof *sums);
+                          double factor, uint16_t *counts, float *means, uint16_t *entries, wg_slot *work, float *held) {
+    memset(work, 0, slots * sizeof *work);
     cursor at = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
-        uint64_t slot = slot_of(&at, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
-        places[slot] += 1 + (sign << 32); /* all entries below, negative ones above */
-        sums[2 * slot + sign] += llrint((double)values[i] * factor);
+        wg_slot *slot = work + slot_of(&at, indices[i], cols, tile);
+        const uint64_t sign = wg_bits(values[i]) >> 31;
+        slot->count++;
+        slot->negative += sign;
+        slot->sum[sign] += llrint((double)values[i] * factor);
     }
     uint64_t next = 0;
     for (uint64_t s = 0; s < slots; s++) {
-        uint64_t count = places[s] & 0xffffffffu, negative = places[s] >> 32, positive = count - negative;
-        means[2 * s] = (float)((double)sums[2 * s] / (double)(positive ? positive : 1) / factor);
-        means[2 * s + 1] = (float)((double)sums[2 * s + 1] / (double)(negative ? negative : 1) / factor);
-        counts[s] = (uint16_t)count;
-        places[s] = next;
-        next += count;
+        wg_slot *slot = work + s;
+        const uint64_t negative = slot->negative, positive = slot->count - negative;
+        means[2 * s] = (float)((double)slot->sum[0] / (double)(positive ? positive : 1) / factor);
+        means[2 * s + 1] = (float)((double)slot->sum[1] / (double)(negative ? negative : 1) / factor);
+        counts[s] = (uint16_t)slot->count;
+        next += slot->count;
+        slot->count = next - slot->count;
     }
     cursor again = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
-        uint64_t slot = slot_of(&again, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
-        uint64_t row = cols == 1 ? (uint64_t)indices[i] - again.start : again.row;
-        entries[places[slot]++] = (uint16_t)(row | sign << 15);
+        const uint64_t slot = slot_of(&again, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
+        const uint64_t row = cols == 1 ? (uint64_t)indices[i] - again.start : again.row;
+        entries[work[slot].count++] = (uint16_t)(row | sign << 15);
         if (held) held[indices[i]] = values[i] - means[2 * slot + sign];
     }
 }
