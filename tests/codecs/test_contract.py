@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -441,7 +442,7 @@ def test_out_is_filled_or_left_alone(spec: str) -> None:
         for _ in range(2):  # the second time over the bytes of the first
             payload, _ = codec.encode(x, codec.init(x), KEY, out=room)
             assert image(payload) == image(plain)
-            assert (payload.body.data_ptr() == room.data_ptr()) == (spec in FILLS_OUT)
+            assert (payload.body.data_ptr() == room.data_ptr()) == (not re.search("lossaware|powersgd", spec))
 
 
 @pytest.mark.parametrize("spec", sorted(FILLS_OUT))

@@ -63,3 +63,18 @@ def test_no_path_of_a_machine_in_the_repository() -> None:
         check=False,
     )
     assert found.stdout == ""
+
+
+def test_the_readme_says_what_the_benchmark_said() -> None:
+    speed = (ROOT / "docs" / "codec-speed.md").read_text()
+    rivals = (ROOT / "docs" / "codec-rivals.md").read_text()
+    rows = re.findall(
+        r"^\| `([^`]+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (.+?) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(rows) > 5
+    for name, bits, encode, decode, rival in rows:
+        found = re.search(rf"^\| {re.escape(name)} \| native \| (.*) \|$", speed, re.M)
+        assert found is not None
+        assert found[1].split(" | ")[2:5] == [encode, decode, bits]
+        if rival != "–":  # noqa: RUF001
+            assert f"| {rival} |" in rivals

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weightgrad.kernels import fixed, native, noise, threads
 from weightgrad.kernels.bits import pack_twin, unpack_twin
+from weightgrad.kernels.fixed import noise_room
 
 NORMS = {"max": 0, "l2": 1, "given": 2}
 
@@ -87,7 +88,8 @@ def dequantize(
 def _norms(h: Tensor, kind: str) -> Tensor:
     """Norm of each row of (buckets, bucket); a NaN or Inf in the row makes it NaN or Inf."""
     if kind == "max":
-        return fixed.magnitude_bits(h).amax(1).view(torch.float32)
+        sizes = torch.bitwise_and(h.view(torch.int32), 0x7FFFFFFF, out=fixed.scratch("code", h, torch.int32))
+        return sizes.amax(1).view(torch.float32)
     wide = h.double()
     lanes = fixed.add_groups((wide * wide).view(h.shape[0], -1, 8), 8)
     return fixed.fold_lanes(lanes).sqrt().float()
@@ -101,7 +103,9 @@ def _quantize_twin(
     step = max(1, fixed.CHUNK // bucket) * bucket
     for start in range(0, n, step):
         stop = min(n, start + step)
-        piece = x[start:stop] if residual is None else x[start:stop] + residual[start:stop]
+        piece = x[start:stop]
+        if residual is not None:
+            piece = torch.add(piece, residual[start:stop], out=fixed.scratch("sum", piece))
         h = fixed.padded(piece, bucket).view(-1, bucket)
         own = scales[start // bucket : start // bucket + h.shape[0]]
         norm = own * float(spec.levels) if spec.norm == "given" else _norms(h, spec.norm)
@@ -117,11 +121,11 @@ def _quantize_twin(
             rows = fixed.Ruler(rule.before[:, None], rule.inverse[:, None], scale[:, None])
             grain: Tensor | int = 0x8000
             if spec.stochastic:
-                grain = noise.noise16(key, first + start, h.numel(), x.device).view_as(h)
+                grain = noise.noise16(key, first + start, h.numel(), x.device, noise_room(h)).view_as(h)
             code = fixed.level_of(h, rows, spec.levels, grain, clamp=spec.norm == "given")
             own.copy_(scale)
             if residual is not None:
-                value = code.to(torch.float32).sub_(float(spec.levels)).mul_(rows.scale)
+                value = fixed.scratch("level", h).copy_(code).sub_(float(spec.levels)).mul_(rows.scale)
                 residual[start:done] = torch.sub(h, value, out=value).view(-1)[: done - start]
             packed = pack_twin(code.view(-1)[: done - start].to(torch.uint8), spec.bits)
             at = start // 8 * spec.bits

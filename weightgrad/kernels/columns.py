@@ -162,9 +162,12 @@ def _negative(x: Tensor) -> Tensor:
 
 
 def _lost_part(held: Tensor, means: Tensor, grid: Grid, tile: int, part: slice) -> Tensor:
-    """held - mean of its sign. Multiplied by 0 and 1 and added, the means are exact, and it is fast."""
+    """held - mean of its sign, in scratch memory.
+
+    Multiplied by 0 and 1 and added, the means are exact, and it is faster than a choice.
+    """
     h = held[part].view(-1, grid.cols)
-    negative = _negative(h).to(torch.float32)
-    mean = negative * means[tile, 1]
+    negative = fixed.scratch("negative", h).copy_(_negative(h))
+    mean = torch.mul(negative, means[tile, 1], out=fixed.scratch("mean", h))
     mean += negative.neg_().add_(1.0).mul_(means[tile, 0])
     return torch.sub(h, mean, out=mean).view(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,28 @@ from torch import Tensor
 STORE, ADD, SUBTRACT = 0, 1, -1
 INFINITY_BITS = 0x7F800000
 CHUNK = 1 << 18  # elements a twin works on at a time: its temporaries stay in the cache
+
+
+_scratch = threading.local()
+
+
+def scratch(name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory of this thread, shaped like a tensor, used again by the next call with this name.
+
+    A fresh megabyte costs several times the work on it: the allocator gives it back to the system.
+    Only for what does not outlive one chunk of one twin.
+    """
+    dtype = dtype or like.dtype
+    held: dict[object, Tensor] = _scratch.__dict__.setdefault("held", {})
+    key = (name, dtype, like.device)
+    if key not in held or held[key].numel() < like.numel():
+        held[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+    return held[key][: like.numel()].view(like.shape)
+
+
+def noise_room(h: Tensor) -> Tensor:
+    """Room for the noise of a chunk, see noise.noise16."""
+    return scratch("noise", h.new_empty(1).expand(2 * (h.numel() + 16)), torch.int32)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
@@ -42,7 +65,7 @@ class Ruler(NamedTuple):
 
 def ruler(norm: Tensor, levels: int) -> Ruler:
     """One ruler for each norm; see wg_make_ruler for why the inverse is one step lower."""
-    tiny = norm < 2.0**-100
+    tiny = (norm < 2.0**-100) & (norm > 0)
     before = torch.where(tiny, torch.full_like(norm, 2.0**64), torch.ones_like(norm))
     inverse = torch.full_like(norm, float(levels * 65536)) / (norm * before)
     stepped = (inverse.view(torch.int32) - 1).view(torch.float32)
@@ -51,12 +74,17 @@ def ruler(norm: Tensor, levels: int) -> Ruler:
 
 
 def level_of(h: Tensor, rule: Ruler, levels: int, noise: Tensor | int, *, clamp: bool) -> Tensor:
-    """Level index 0 .. 2*levels of each element, int32."""
-    y = h * rule.before
-    y *= rule.inverse
+    """Level index 0 .. 2*levels of each element, int32, in scratch memory."""
+    y = scratch("level", h)
+    if bool((rule.before != 1.0).any()):
+        torch.mul(h, rule.before, out=y)
+        y *= rule.inverse
+    else:  # one pass less, and the same floats
+        torch.mul(h, rule.inverse, out=y)
     if clamp:
         y.clamp_(-float(levels * 65536), float(levels * 65536))
-    code = y.round_().to(torch.int32)
+    code = scratch("code", h, torch.int32)
+    code.copy_(y.round_())
     code += levels * 65536
     code += noise
     code >>= 16

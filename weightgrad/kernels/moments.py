@@ -80,11 +80,13 @@ def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor, absolute
     for start in range(0, x.numel(), fixed.CHUNK):
         h = x[start : start + fixed.CHUNK]
         if residual is not None:
-            h = h + residual[start : start + fixed.CHUNK]
+            h = torch.add(h, residual[start : start + fixed.CHUNK], out=fixed.scratch("sum", h))
         top = max(top, int(fixed.magnitude_bits(h).max()))
-        wide = fixed.padded(h, BLOCK).double()
-        parts = [wide, wide * wide, *([wide.abs()] if absolute else [])]
-        sums = torch.stack([fixed.block_sums(part, BLOCK) for part in parts])
+        h = fixed.padded(h, BLOCK)
+        wide = fixed.scratch("wide", h, torch.float64).copy_(h)
+        parts = [fixed.block_sums(wide, BLOCK), *([fixed.block_sums(wide.abs(), BLOCK)] if absolute else [])]
+        parts.insert(1, fixed.block_sums(wide.mul_(wide), BLOCK))
+        sums = torch.stack(parts)
         first = start // BLOCK
         partials[first : first + sums.shape[1], : len(parts)] = sums.t().cpu()
     return top

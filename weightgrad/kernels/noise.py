@@ -38,12 +38,18 @@ def signed32(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def noise16(key: int, first: int, n: int, device: torch.device) -> Tensor:
-    """Noise of elements first .. first+n-1 as int32 in 0..65535; `first` is a multiple of 16."""
+def noise16(key: int, first: int, n: int, device: torch.device, room: Tensor | None = None) -> Tensor:
+    """Noise of elements first .. first+n-1 as int32 in 0..65535; `first` is a multiple of 16.
+
+    `room`, int32 of at least twice n rounded up to 16, is worked in and holds the result.
+    """
     groups = -(-n // 16)
-    x = torch.arange(groups * 8, dtype=torch.int32, device=device)
+    if room is None:
+        room = torch.empty(groups * 32, dtype=torch.int32, device=device)
+    both = room[: groups * 16].view(groups, 2, 8)
+    x, t = room[groups * 16 : groups * 32].view(2, groups * 8)
+    torch.arange(groups * 8, dtype=torch.int32, device=device, out=x)
     x += signed32(first >> 4 << 3)
-    t = torch.empty_like(x)  # one temporary for all steps: fresh memory costs more than the work
 
     def fold(shift: int) -> None:
         torch.bitwise_right_shift(x, shift, out=t)
@@ -57,7 +63,6 @@ def noise16(key: int, first: int, n: int, device: torch.device) -> Tensor:
     fold(15)
     x *= signed32(0x846CA68B)
     fold(16)
-    both = torch.empty(groups, 2, 8, dtype=torch.int32, device=device)
     torch.bitwise_and(x.view(groups, 8), 0xFFFF, out=both[:, 0])
     torch.bitwise_right_shift(x.view(groups, 8), 16, out=both[:, 1])
     both[:, 1] &= 0xFFFF

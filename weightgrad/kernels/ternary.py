@@ -159,11 +159,12 @@ def _ternary_twin(x: Tensor, residual: Tensor | None, scale: float, key: int, co
     for start in range(0, x.numel(), _STEP):
         h = x[start : start + _STEP]
         if residual is not None:
-            h = h + residual[start : start + _STEP]
-        grain = noise.noise16(key, start, h.numel(), x.device)
-        code = fixed.level_of(h.clamp(-scale, scale), rule, 1, grain, clamp=False)
+            h = torch.add(h, residual[start : start + _STEP], out=fixed.scratch("sum", h))
+        grain = noise.noise16(key, start, h.numel(), x.device, fixed.noise_room(h))
+        cut = torch.clamp(h, -scale, scale, out=fixed.scratch("cut", h))
+        code = fixed.level_of(cut, rule, 1, grain, clamp=False)
         if residual is not None:
-            value = code.to(torch.float32).sub_(1.0).mul_(rule.scale)
+            value = fixed.scratch("level", h).copy_(code).sub_(1.0).mul_(rule.scale)
             residual[start : start + _STEP] = torch.sub(h, value, out=value)
         _store(codes, start, code.to(torch.uint8))
 
