@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from rival_codecs import Coder, Label, Rival, libraries, torch_rivals
+from rival_codecs import libraries, torch_rivals
+from rival_coder import Coder, Label, Rival
 from torch import Tensor
 
 from weightgrad import codecs, kernels

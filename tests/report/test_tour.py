@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from weightgrad import cli, codecs, wire
 from weightgrad.errors import SpecError, WeightGradError
-from weightgrad.report import tour, tour_page
+from weightgrad.report import tour, tour_chart, tour_page
 from weightgrad.train import digits
 
 SPECS = ("fp32", "dgc(fraction=0.01)", "ef(topk(0.01) > qsgd(bits=4))")
@@ -116,11 +116,11 @@ def test_print_fits_eighty_columns(out: Path) -> None:
 
 def test_labels_do_not_overlap() -> None:
     rows = [_row(spec, 0.1 * 1.3**place, 0.97) for place, spec in enumerate(tour.GRADIENT_SPECS)]
-    axes = tour_page._axes(rows)
+    axes = tour_chart._axes(rows)
     boxes = []
-    for row, (dx, dy) in zip(rows, tour_page.place_labels(rows, axes), strict=True):
+    for row, (dx, dy) in zip(rows, tour_chart.place_labels(rows, axes), strict=True):
         x, y = axes.at(row)
-        boxes.append(tour_page._around(x + dx, y + dy, tour_page._LETTER * len(row.codec), tour_page._LINE))
+        boxes.append(tour_chart._around(x + dx, y + dy, tour_chart._LETTER * len(row.codec), tour_chart._LINE))
     assert sum(a.overlap(b) for place, a in enumerate(boxes) for b in boxes[:place]) == 0
 
 

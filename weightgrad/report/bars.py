@@ -31,7 +31,7 @@ class Bar:
 def draw(bars: list[Bar], *, title: str, first: str, second: str, mark: str) -> str:
     """Horizontal bars, two a row, with a dashed line at one."""
     top = max((max(bar.first, bar.second) for bar in bars), default=1.0) or 1.0
-    scale = (_WIDTH - _LEFT - 60) / max(1.0, top)
+    scale = (_WIDTH - _LEFT - 100) / max(1.0, top)
     height = _TOP + _ROW * len(bars) + 16
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
