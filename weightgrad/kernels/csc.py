@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weightgrad.kernels import native
 from weightgrad.kernels.columns import Grid
+from weightgrad.kernels.select import MAX_SCRATCH
 
 _scratch = threading.local()
 
@@ -41,9 +42,12 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
     lib = native.library_for(values)
     if lib is None:
         return _columns_twin(indices, values, grid, held, factor)
-    if getattr(_scratch, "room", -1) < k:
-        _scratch.room, _scratch.entries = k, torch.empty(k, dtype=torch.int16)
-    entries: Tensor = _scratch.entries[:k]
+    if k > MAX_SCRATCH:
+        entries = torch.empty(k, dtype=torch.int16)
+    else:
+        if getattr(_scratch, "room", -1) < k:
+            _scratch.room, _scratch.entries = k, torch.empty(k, dtype=torch.int16)
+        entries = _scratch.entries[:k]
     counts = torch.empty(slots, dtype=torch.int16)
     means = torch.empty(slots, 2, dtype=torch.float32)
     work = torch.empty(4 * slots, dtype=torch.int64)

@@ -24,6 +24,7 @@ from weightgrad.kernels.columns import Grid
 
 BLOCK = 1024
 _PATTERNS = 8
+MAX_SCRATCH = 1 << 22  # entries that a thread keeps room for: 48 MB
 _LINE = 16  # a sample is a cache line of floats: one miss for sixteen of them
 
 
@@ -159,7 +160,7 @@ class _Room:
     """
 
     def __init__(self, room: int, keep: bool) -> None:
-        if keep:
+        if keep or room > MAX_SCRATCH:
             self.indices = torch.empty(room, dtype=torch.int64)
             self.values = torch.empty(room, dtype=torch.float32)
         else:
