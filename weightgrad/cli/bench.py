@@ -30,6 +30,7 @@ def codecs(
     codec: Annotated[list[str] | None, typer.Option(help="Only this spec; may be repeated.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="native, portable or twin; may be repeated.")] = None,
     repeats: Annotated[int, typer.Option(help="Interleaved repeats; the best counts.", min=1)] = 7,
+    flat: Annotated[bool, typer.Option("--flat", help="A vector instead of a square matrix.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one list of objects.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Also draw the native rows as SVG.")] = None,
@@ -42,15 +43,16 @@ def codecs(
     rows: list[codec_bench.Row] = []
     console = Console(stderr=as_json)
     with Live(console=console, refresh_per_second=4, transient=as_json, vertical_overflow="visible") as live:
-        for row in codec_bench.measure(specs, size_mb=size_mb, backends=tuple(backends), repeats=repeats):
+        for row in codec_bench.measure(specs, size_mb=size_mb, flat=flat, backends=tuple(backends), repeats=repeats):
             rows.append(row)
             live.update(codec_bench.table(rows))
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     else:
-        console.print(codec_bench.verdict(rows, threads))
+        console.print(f"\n{codec_bench.verdict(rows, threads)}")
     if out is not None:
         command = f"weightgrad bench codecs --size-mb {size_mb:g} --threads {threads} --repeats {repeats}"
+        command += " --flat" if flat else ""
         out.write_text(codec_bench.markdown(rows, command, measured_on(), threads))
     if chart is not None:
         chart.write_text(codec_bench.chart(rows))

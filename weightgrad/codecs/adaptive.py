@@ -26,7 +26,7 @@ from weightgrad.errors import BodyContentError
 from weightgrad.kernels import csc, fixed, halves, noise, select
 
 PARAMS = "<QQ"  # entries, columns that have any
-_SAMPLE = 1 << 15
+_SAMPLE = 1 << 14
 
 
 @codec("adaptive")
@@ -109,7 +109,7 @@ class Adaptive(Codec):
         return self._pack(x, columns, out), state
 
     def _sample(self, n: int) -> int:
-        return min(n, max(_SAMPLE, int(512 * self.pi)))
+        return min(n, max(_SAMPLE, int(256 * self.pi)))
 
     def _room(self, n: int) -> int:
         return min(n, int(1.5 * n / self.pi) + 1024)

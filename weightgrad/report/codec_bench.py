@@ -101,20 +101,22 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Stream:
-    """Square matrices of normal values, a new one each time, without the cost of making it.
+    """Square matrices (or as long vectors) of normal values, a new one each time, without the cost of making it.
 
     They are windows into one long vector at places that differ, so no two share an element at the
     same index.
     """
 
-    def __init__(self, size_mb: float, seed: int = 0) -> None:
+    def __init__(self, size_mb: float, *, flat: bool = False, seed: int = 0) -> None:
+        self.flat = flat
         self.side = max(8, round((size_mb * 1e6 / 4) ** 0.5 / 8) * 8)
         self.n = self.side**2
         self._long = torch.randn(self.n + 16 * 4096, generator=torch.Generator().manual_seed(seed))
 
     def __getitem__(self, place: int) -> Tensor:
         start = 16 * (place * 1597 % 4096)
-        return self._long[start : start + self.n].view(self.side, self.side)
+        window = self._long[start : start + self.n]
+        return window if self.flat else window.view(self.side, self.side)
 
 
 class _Subject:
@@ -153,10 +155,15 @@ class _Subject:
 
 
 def measure(
-    specs: tuple[str, ...], *, size_mb: float = 100, backends: tuple[str, ...] = ("native",), repeats: int = 7
+    specs: tuple[str, ...],
+    *,
+    size_mb: float = 100,
+    flat: bool = False,
+    backends: tuple[str, ...] = ("native",),
+    repeats: int = 7,
 ) -> Iterator[Row]:
     """Rows for these codecs, as they are finished."""
-    stream = Stream(size_mb)
+    stream = Stream(size_mb, flat=flat)
     source = stream[0]
     target, copied = torch.zeros_like(source), torch.zeros_like(source)
     gigabytes = stream.n * 4 / 1e9
