@@ -55,9 +55,13 @@ def check_values_codec(owner: str, then: Codec) -> None:
 def pack_entries(
     indices: Tensor, values: Tensor, like: Tensor, then: Codec, key: int, out: Tensor | None = None
 ) -> tuple[Payload, Payload]:
-    """The sparse payload of sorted int64 indices, and the payload of the values inside it."""
+    """The sparse payload of sorted int64 indices, and the payload of the values inside it.
+
+    The inner one lives in scratch memory, until the thread packs the next.
+    """
     check_values_codec("pack_entries", then)
-    inner, _ = then.encode(values, {}, noise.derive(key, 1))
+    room = fixed.scratch("values", values.new_empty(1).expand(4 * values.numel() + 4096), torch.uint8)
+    inner, _ = then.encode(values, {}, noise.derive(key, 1), out=room)
     low, unary, code = bits.pack_gaps(indices, bits.best_gap_code(indices))
     gap = torch.zeros(-(low.numel() + unary.numel()) % 8, dtype=torch.uint8, device=values.device)
     head = struct.pack(PARAMS, indices.numel(), code.unary_bits, code.rice, code.width, registry.wire_id(inner.codec))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 STORE, ADD, SUBTRACT = 0, 1, -1
 INFINITY_BITS = 0x7F800000
+MAX_SCRATCH = 1 << 26  # bytes a thread keeps under one name
 CHUNK = 1 << 18  # elements a twin works on at a time: its temporaries stay in the cache
 
 
@@ -23,6 +24,8 @@ def scratch(name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
     Only for what does not outlive one chunk of one twin.
     """
     dtype = dtype or like.dtype
+    if like.numel() * dtype.itemsize > MAX_SCRATCH:
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
     held: dict[object, Tensor] = _scratch.__dict__.setdefault("held", {})
     key = (name, dtype, like.device)
     if key not in held or held[key].numel() < like.numel():

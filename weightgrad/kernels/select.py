@@ -193,7 +193,7 @@ def keep_largest(indices: Tensor, values: Tensor, k: int, held: Tensor | None = 
     n = indices.numel()
     if k >= n:
         return indices, values
-    sizes = fixed.magnitude_bits(values)
+    sizes = torch.bitwise_and(values.view(torch.int32), 0x7FFFFFFF, out=fixed.scratch("sizes", values, torch.int32))
     lib = native.library_for(indices)
     if lib is not None:
         limit = fixed.INFINITY_BITS
