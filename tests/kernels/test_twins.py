@@ -281,6 +281,23 @@ def test_columns_of(grid: Grid) -> None:
     all_equal(work)
 
 
+def test_columns_of_when_one_column_has_nearly_all() -> None:
+    grid = Grid(3000, 16, 1024)
+    x = torch.zeros(grid.rows, grid.cols)
+    x[:, 5] = torch.randn(grid.rows, generator=torch.Generator().manual_seed(0))
+    x[7, :] = 1.0
+    flat = x.view(-1)
+    chosen = flat.nonzero().view(-1)
+
+    def work() -> list[Tensor]:
+        got = csc.columns_of(chosen, flat[chosen], grid, None)
+        back = csc.entries_of(got, grid)
+        assert back is not None
+        return [got.counts, got.means, got.entries.clone(), *back]
+
+    all_equal(work)
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("levels", [1, 3, 7, 127])
 def test_elias(n: int, levels: int) -> None:

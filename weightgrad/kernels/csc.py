@@ -42,12 +42,15 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
     lib = native.library_for(values)
     if lib is None:
         return _columns_twin(indices, values, grid, held, factor)
-    if k > MAX_SCRATCH:
-        entries = torch.empty(k, dtype=torch.int16)
+    capacity = 2 * k // max(1, slots) + 32
+    need = k + slots * capacity
+    if need > MAX_SCRATCH:
+        room = torch.empty(need, dtype=torch.int16)
     else:
-        if getattr(_scratch, "room", -1) < k:
-            _scratch.room, _scratch.entries = k, torch.empty(k, dtype=torch.int16)
-        entries = _scratch.entries[:k]
+        if getattr(_scratch, "room", -1) < need:
+            _scratch.room, _scratch.entries = need, torch.empty(need, dtype=torch.int16)
+        room = _scratch.entries
+    entries, shelf = room[:k], room[k:need]
     counts = torch.empty(slots, dtype=torch.int16)
     means = torch.empty(slots, 2, dtype=torch.float32)
     work = torch.empty(4 * slots, dtype=torch.int64)
@@ -63,6 +66,8 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
         means.data_ptr(),
         entries.data_ptr(),
         work.data_ptr(),
+        shelf.data_ptr(),
+        capacity,
         native.pointer(held),
     )
     return Columns(counts.to(torch.int32) & 0xFFFF, means, entries)

@@ -107,7 +107,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_scan_columns": (_SIZE, (_POINTER,) * 7),
     "wg_keep_largest": (None, (_POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_uint32, _POINTER, _POINTER)),
     "wg_scatter": (None, (_POINTER, _POINTER, _SIZE, _INT, _POINTER)),
-    "wg_columns_of": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _DOUBLE, *[_POINTER] * 5)),
+    "wg_columns_of": (
+        None,
+        (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _DOUBLE, *[_POINTER] * 5, _SIZE, _POINTER),
+    ),
     "wg_entries_of": (_INT, (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER)),
     "wg_pack": (None, (_POINTER, _SIZE, _INT, _POINTER)),
     "wg_unpack": (None, (_POINTER, _SIZE, _INT, _POINTER)),

@@ -35,22 +35,29 @@ typedef struct {
     int64_t sum[2];
 } wg_slot;
 
-/* `work` is room for a wg_slot (32 bytes) a slot. With `held`, what the means do not say stays there:
+/* `work` is room for a wg_slot (32 bytes) a slot; `shelf` for `capacity` entries a slot, so that one pass
+ * both counts and places them. If a slot overflows it, a second pass places all. With `held`, what the means do not say stays there:
  * held[index] = value - mean. */
 WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t k, uint64_t cols, uint64_t tile, uint64_t slots,
-                          double factor, uint16_t *counts, float *means, uint16_t *entries, wg_slot *work, float *held) {
+                          double factor, uint16_t *counts, float *means, uint16_t *entries, wg_slot *work, uint16_t *shelf, uint64_t capacity,
+                          float *held) {
     memset(work, 0, slots * sizeof *work);
     cursor at = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
-        wg_slot *slot = work + slot_of(&at, indices[i], cols, tile);
-        const uint64_t sign = wg_bits(values[i]) >> 31;
+        const uint64_t place = slot_of(&at, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
+        const uint64_t row = cols == 1 ? (uint64_t)indices[i] - at.start : at.row;
+        wg_slot *slot = work + place;
+        if (slot->count < capacity) shelf[place * capacity + slot->count] = (uint16_t)(row | sign << 15);
         slot->count++;
         slot->negative += sign;
         slot->sum[sign] += llrint((double)values[i] * factor);
     }
     uint64_t next = 0;
+    int overflow = 0;
     for (uint64_t s = 0; s < slots; s++) {
         wg_slot *slot = work + s;
+        if (slot->count <= capacity) memcpy(entries + next, shelf + s * capacity, slot->count * sizeof *entries);
+        else overflow = 1;
         const uint64_t negative = slot->negative, positive = slot->count - negative;
         means[2 * s] = (float)((double)slot->sum[0] / (double)(positive ? positive : 1) / factor);
         means[2 * s + 1] = (float)((double)slot->sum[1] / (double)(negative ? negative : 1) / factor);
@@ -58,6 +65,7 @@ WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t 
         next += slot->count;
         slot->count = next - slot->count;
     }
+    if (!overflow && !held) return;
     cursor again = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
         const uint64_t slot = slot_of(&again, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
