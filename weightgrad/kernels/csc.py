@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import native
+from weightgrad.kernels import fixed, native
 from weightgrad.kernels.columns import Grid
+from weightgrad.kernels.moments import largest_bits
 from weightgrad.kernels.select import MAX_SCRATCH
 
 _scratch = threading.local()
@@ -38,7 +39,7 @@ def exact_factor(largest: float) -> float:
 def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None) -> Columns:
     """Sort entries into columns; with `held`, held[index] = value - mean."""
     k, slots = indices.numel(), grid.tiles * grid.cols
-    factor = exact_factor(float(values.abs().max()) if k else 0.0)
+    factor = exact_factor(fixed.float_of_bits(largest_bits(values)))
     lib = native.library_for(values)
     if lib is None:
         return _columns_twin(indices, values, grid, held, factor)
