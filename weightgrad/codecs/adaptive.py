@@ -1,7 +1,8 @@
 """Adaptive quantization: the largest entries, each as the mean of its column.
 
 Dryden et al., 2016. val = x + error; of the positive and of the negative values of the whole
-matrix the fraction 1/pi of largest magnitude is kept (thresholds from a sample); each column's
+matrix the fraction 1/pi of largest magnitude is kept (thresholds from a sample, then carried from
+call to call while they keep between two thirds and one and a half times that); each column's
 kept values are sent as their mean, one for each sign; an entry is fifteen bits of row and one
 of sign. error = val - what was sent. Columns taller than 32,768 are tiled. A column of which
 nothing is kept costs two bytes.
@@ -27,6 +28,7 @@ from weightgrad.kernels import csc, fixed, halves, noise, select
 
 PARAMS = "<QQ"  # entries, columns that have any
 _SAMPLE = 1 << 14
+_FEWEST, _MOST = 2 / 3, 3 / 2
 
 
 @codec("adaptive")
@@ -55,6 +57,7 @@ class Adaptive(Codec):
             "held": torch.zeros(like.numel(), dtype=torch.float32, device=like.device),
             "means": torch.zeros(grid.tiles, 2, grid.cols, dtype=torch.float32, device=like.device),
             "thresholds": torch.tensor([math.inf, -math.inf], dtype=torch.float32),
+            "drift": torch.zeros((), dtype=torch.float32),
         }
 
     def error(self, like: Tensor, state: State) -> Tensor:
@@ -80,7 +83,9 @@ class Adaptive(Codec):
         means = state_tensor(state, "means", (grid.tiles, 2, grid.cols), self, x)
         state_tensor(state, "thresholds", (2,), self)
         sent = self._sent(state)
-        limits = self._thresholds(self._lazy_sample(flat, held, sent, key))
+        drift = float(state_tensor(state, "drift", (), self))
+        sampled = None if drift else self._lazy_sample(flat, held, sent, key)
+        limits = sent.thresholds.scaled(drift) if sampled is None else self._thresholds(sampled)
         found = select.scan_columns(flat, held, sent, grid, limits, self._room(n))
         if found.done < n:
             rest = sent.lost(held, grid)
@@ -88,11 +93,18 @@ class Adaptive(Codec):
             held[found.done :] = rest[found.done :]
             means.zero_()
             raise not_finite(flat)
+        if drift and not _FEWEST <= found.total * self.pi / n <= _MOST:  # the gradient has changed its size
+            limits = self._thresholds(select.line_sample([held], self._sample(n), noise.mix(key))[0])
+            found = select.scan(None, held, None, 0.0, limits, self._room(n))
         found = self._complete(lambda room: select.scan(None, held, None, 0.0, limits, room), n, found)
         columns = csc.columns_of(found.indices, found.values, grid, None)
         means.copy_(columns.means.view(grid.tiles, grid.cols, 2).transpose(1, 2))
         passed = torch.tensor([limits.above, limits.below], dtype=torch.float32)
-        return self._pack(x, columns, out), {"held": held, "means": means, "thresholds": passed}
+        # Near the tail the count falls about with the tenth power of the threshold.
+        kept = found.total * self.pi / max(1, n)
+        drift = kept**0.1 if _FEWEST <= kept <= _MOST and bool(torch.isfinite(passed).all()) else 0.0
+        new = {"held": held, "means": means, "thresholds": passed}
+        return self._pack(x, columns, out), {**new, "drift": torch.tensor(drift, dtype=torch.float32)}
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None

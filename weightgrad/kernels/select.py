@@ -35,6 +35,11 @@ class Thresholds:
     above: float
     below: float
 
+    def scaled(self, factor: float) -> Thresholds:
+        """Both moved by this factor, as float32: what is compared is what is remembered."""
+        both = torch.tensor([self.above * factor, self.below * factor], dtype=torch.float32).tolist()
+        return Thresholds(both[0], both[1])
+
     @classmethod
     def magnitude(cls, value: float) -> Thresholds:
         """Keep |h| >= value."""
