@@ -21,7 +21,13 @@
     │   ├── UnknownCodecError     a codec id this build does not know
     │   ├── UnknownDtypeError     a dtype id this build does not know
     │   └── ShapeError            more dimensions than a frame may have
-    └── NativeError               the native kernels cannot do what was asked
+    ├── NativeError               the native kernels cannot do what was asked
+    ├── UnitError                 a quantity such as "100 Mbit/s" that cannot be read
+    ├── RecipeError               a recipe has a mistake; names the file and the line
+    ├── StrategyError             a row of parts that do not fit together
+    ├── ProtocolError             a message that no honest peer would send now
+    ├── RunError                  a run directory that is missing, damaged or of another recipe
+    └── DataError                 a data set that is missing, damaged or unreachable
 
 A message says what came, what was wanted and what to do.
 """
@@ -115,3 +121,27 @@ class ShapeError(FrameError):
 
 class NativeError(WeightGradError, RuntimeError):
     """The native kernels cannot do what was asked of them."""
+
+
+class UnitError(WeightGradError, ValueError):
+    """A quantity such as "100 Mbit/s" that cannot be read."""
+
+
+class RecipeError(WeightGradError, ValueError):
+    """A recipe has a mistake."""
+
+
+class StrategyError(WeightGradError, ValueError):
+    """A strategy that does not exist, or parts that do not fit together."""
+
+
+class ProtocolError(WeightGradError, RuntimeError):
+    """A message that no honest peer would send at this point."""
+
+
+class RunError(WeightGradError, RuntimeError):
+    """A run directory that is missing, damaged, or of another recipe."""
+
+
+class DataError(WeightGradError, RuntimeError):
+    """A data set that is missing, damaged or unreachable."""

@@ -66,10 +66,16 @@ class Dgc(Stage):
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
         """See Codec.encode."""
+        residual = state_tensor(state, "residual", (x.numel(),), self, x)
+        return self.encode_feedback(x, residual, state, key, out=out)
+
+    def encode_feedback(
+        self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
+    ) -> tuple[Payload, State]:
+        """With an accumulator v of the caller's."""
         flat = flat32(x)
         n = flat.numel()
         velocity = state_tensor(state, "velocity", (n,), self, x)
-        residual = state_tensor(state, "residual", (n,), self, x)
         step = int(state_tensor(state, "step", (), self))
         if self.clip:
             found = moments(flat)
@@ -87,5 +93,4 @@ class Dgc(Stage):
             raise
         leave_error(inner, chosen, residual)
         select.scatter(chosen.indices, None, velocity)
-        new = {"velocity": velocity, "residual": residual, "step": torch.tensor(step + 1, dtype=torch.int64)}
-        return payload, new
+        return payload, {**state, "velocity": velocity, "step": torch.tensor(step + 1, dtype=torch.int64)}

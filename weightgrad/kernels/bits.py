@@ -63,6 +63,8 @@ def pack_twin(codes: Tensor, bits: int) -> Tensor:
     if missing or codes.storage_offset() % 8:
         codes = torch.cat((codes, codes.new_zeros(missing)))
     word = codes.view(torch.int64)
+    if bits == 1:  # one multiplication brings bit 0 of byte i to bit i of the last byte
+        return (word * 0x0102040810204080).view(torch.uint8)[7::8].clone()
     for used, shift in _squeeze_steps(bits):
         low = _every_other(used, used + shift)
         word = (word & low) | ((word >> shift) & (low << used))

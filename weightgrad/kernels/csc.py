@@ -54,7 +54,8 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
     entries, shelf = room[:k], room[k:need]
     counts = torch.empty(slots, dtype=torch.int16)
     means = torch.empty(slots, 2, dtype=torch.float32)
-    work = torch.empty(4 * slots, dtype=torch.int64)
+    sums = torch.empty(2 * slots, dtype=torch.int64)
+    tallies = torch.empty(slots, dtype=torch.int32)
     lib.wg_columns_of(
         indices.data_ptr(),
         values.data_ptr(),
@@ -66,7 +67,8 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
         counts.data_ptr(),
         means.data_ptr(),
         entries.data_ptr(),
-        work.data_ptr(),
+        sums.data_ptr(),
+        tallies.data_ptr(),
         shelf.data_ptr(),
         capacity,
         native.pointer(held),
@@ -99,19 +101,22 @@ def entries_of(columns: Columns, grid: Grid) -> tuple[Tensor, Tensor] | None:
 
 def _columns_twin(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None, factor: float) -> Columns:
     slots = grid.tiles * grid.cols
-    row, col = indices // grid.cols, indices % grid.cols
-    slot = row // grid.tile * grid.cols + col
+    row = indices // grid.cols
+    slot = (row * -grid.cols).add_(indices)  # the column: a second division would cost more
+    if grid.tiles > 1:
+        tile = row // grid.tile
+        slot.add_(tile, alpha=grid.cols)
+        row.sub_(tile, alpha=grid.tile)
     sign = torch.signbit(values).to(torch.int64)
-    whole = (values.double() * factor).round().to(torch.int64)
-    sums = torch.zeros(2 * slots, dtype=torch.int64, device=values.device)
-    sums.index_add_(0, 2 * slot + sign, whole)
-    both = torch.zeros(2 * slots, dtype=torch.int64, device=values.device)
-    both.index_add_(0, 2 * slot + sign, torch.ones_like(slot))
+    whole = values.double().mul_(factor).round_().to(torch.int64)
+    half = (2 * slot).add_(sign)
+    sums = torch.zeros(2 * slots, dtype=torch.int64, device=values.device).index_add_(0, half, whole)
+    both = torch.bincount(half, minlength=2 * slots)
     means = (sums.double() / both.clamp(min=1).double() / factor).float()
     order = torch.argsort(slot, stable=True)
-    code = (row % grid.tile) | (sign << 15)
+    code = row.add_(sign, alpha=1 << 15)
     if held is not None:
-        held[indices] = values - means[2 * slot + sign]
+        held[indices] = values - means[half]
     counts = both.view(-1, 2).sum(1).to(torch.int32)
     return Columns(counts, means.view(-1, 2), code[order].to(torch.int16))
 

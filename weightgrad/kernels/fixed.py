@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,30 @@ def noise_room(h: Tensor) -> Tensor:
 def magnitude_bits(x: Tensor) -> Tensor:
     """Bits of |x| as int32: they order like the magnitudes, NaN and Inf on top."""
     return x.view(torch.int32) & 0x7FFFFFFF
+
+
+def largest_bits(x: Tensor) -> int:
+    """The largest of magnitude_bits, of a chunk that is not empty."""
+    return int(torch.bitwise_and(x.view(torch.int32), 0x7FFFFFFF, out=scratch("sizes", x, torch.int32)).max())
+
+
+_COMPARISONS = {
+    "<": (np.less, torch.lt),
+    "<=": (np.less_equal, torch.le),
+    ">": (np.greater, torch.gt),
+    ">=": (np.greater_equal, torch.ge),
+}
+
+
+def compared(x: Tensor, how: str, limit: float, name: str) -> Tensor:
+    """Whether x < limit (or <=, >, >=), in scratch memory. NumPy takes a fifth of torch's time for it."""
+    out = scratch(name, x, torch.bool)
+    on_cpu, anywhere = _COMPARISONS[how]
+    if x.device.type == "cpu":
+        values = x.numpy()
+        on_cpu(values, values.dtype.type(limit), out=out.numpy())
+        return out
+    return anywhere(x, limit, out=out)
 
 
 def float_of_bits(bits: int) -> float:
@@ -105,8 +130,8 @@ def fold_lanes(lanes: Tensor) -> Tensor:
 def add_rows(rows: Tensor) -> Tensor:
     """Sum over the second to last dimension, in order, from zero."""
     total = torch.zeros_like(rows[..., 0, :])
-    for i in range(rows.shape[-2]):
-        total += rows[..., i, :]
+    for row in rows.unbind(-2):
+        total += row
     return total
 
 

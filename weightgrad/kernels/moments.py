@@ -72,7 +72,7 @@ def largest_bits(x: Tensor) -> int:
             )
         )
     pieces = x.split(fixed.CHUNK) if x.numel() else ()
-    return max((int(fixed.magnitude_bits(piece).max()) for piece in pieces), default=0)
+    return max((fixed.largest_bits(piece) for piece in pieces), default=0)
 
 
 def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor, absolute: bool) -> int:
@@ -81,7 +81,7 @@ def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor, absolute
         h = x[start : start + fixed.CHUNK]
         if residual is not None:
             h = torch.add(h, residual[start : start + fixed.CHUNK], out=fixed.scratch("sum", h))
-        top = max(top, int(fixed.magnitude_bits(h).max()))
+        top = max(top, fixed.largest_bits(h))
         h = fixed.padded(h, BLOCK)
         wide = fixed.scratch("wide", h, torch.float64).copy_(h)
         parts = [fixed.block_sums(wide, BLOCK), *([fixed.block_sums(wide.abs(), BLOCK)] if absolute else [])]

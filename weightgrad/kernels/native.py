@@ -109,7 +109,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_scatter": (None, (_POINTER, _POINTER, _SIZE, _INT, _POINTER)),
     "wg_columns_of": (
         None,
-        (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _DOUBLE, *[_POINTER] * 5, _SIZE, _POINTER),
+        (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _DOUBLE, *[_POINTER] * 6, _SIZE, _POINTER),
     ),
     "wg_entries_of": (_INT, (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER)),
     "wg_pack": (None, (_POINTER, _SIZE, _INT, _POINTER)),

@@ -51,8 +51,8 @@ def threshold_codes(w: Tensor, threshold: float, codes: Tensor) -> None:
     if lib is None:
         for start in range(0, w.numel(), _STEP):
             piece = w[start : start + _STEP]
-            trits = 1 + (piece > threshold).to(torch.uint8) - (piece < -threshold).to(torch.uint8)
-            _store(codes, start, trits)
+            up, down = fixed.compared(piece, ">", threshold, "above"), fixed.compared(piece, "<", -threshold, "below")
+            _store(codes, start, up.view(torch.uint8).add_(1).sub_(down.view(torch.uint8)))
         return
 
     def work(start: int, stop: int) -> None:
@@ -96,10 +96,15 @@ class WeightedSums(NamedTuple):
 def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> WeightedSums:
     """(sum D*|w|, sum D) over |w| > threshold; D is one where there is no curvature."""
 
+    # Magnitudes order like their bits; all are above -1.
+    limit = -1 if threshold < 0 else int(torch.tensor(threshold, dtype=torch.float32).view(torch.int32))
+
     def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        size = piece.abs()
-        weight = (size > threshold).to(torch.float32) * d
-        return weight * size, weight
+        sizes, kept = (fixed.scratch(name, piece, torch.int32) for name in ("sizes", "kept"))
+        torch.bitwise_and(piece.view(torch.int32), 0x7FFFFFFF, out=sizes)
+        torch.sub(limit, sizes, out=kept).bitwise_right_shift_(31).bitwise_and_(d.view(torch.int32))
+        weight = kept.view(torch.float32)
+        return torch.mul(weight, sizes.view(torch.float32), out=sizes.view(torch.float32)), weight
 
     def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> int:
         return int(lib.wg_ternary_sums(w_at, d_at, n, threshold, sums_at))
@@ -139,7 +144,9 @@ def _weighted_sums(
             d = torch.ones_like(piece) if curvature is None else curvature[start : start + fixed.CHUNK]
             low, high = torch.aminmax(d.view(torch.int32))  # a negative float is a negative integer
             good = good and largest_bits(piece) < fixed.INFINITY_BITS > int(high) and int(low) >= 0
-            sums = torch.stack([fixed.block_sums(fixed.padded(part, BLOCK).double(), BLOCK) for part in twin(piece, d)])
+            parts = [fixed.padded(part, BLOCK) for part in twin(piece, d)]
+            wide = fixed.scratch("wide", parts[0], torch.float64)
+            sums = torch.stack([fixed.block_sums(wide.copy_(part), BLOCK) for part in parts])
             partials[start // BLOCK : start // BLOCK + sums.shape[1]] = sums.t().cpu()
     else:
 

@@ -28,27 +28,36 @@ WG_API uint64_t wg_gap_costs(const int64_t *indices, uint64_t k, int width, uint
     return largest;
 }
 
-/* `unary` may be NULL (fixed width); otherwise it must hold zeros. Returns the unary bits written. */
+/* `unary` may be NULL (fixed width); otherwise it must hold zeros. Returns the unary bits written. Both streams
+ * are gathered in registers: adding to a byte in memory waits for the last addition to it. */
 WG_API uint64_t wg_pack_gaps(const int64_t *indices, uint64_t k, int width, uint8_t *low, uint8_t *unary) {
     const uint64_t mask = width ? ~0ull >> (64 - width) : 0;
-    uint64_t word = 0, place = 0;
+    unsigned __int128 word = 0;
+    uint64_t place = 0, ones = 0, at = 0; /* ones: bits 64*at and on of the unary stream */
     int held = 0;
     int64_t before = -1;
     for (uint64_t i = 0; i < k; i++) {
-        uint64_t gap = (uint64_t)(indices[i] - before - 1);
+        const uint64_t gap = (uint64_t)(indices[i] - before - 1);
         before = indices[i];
-        word |= (gap & mask) << held;
-        for (held += width; held >= 8; held -= 8) {
-            *low++ = (uint8_t)word;
-            word >>= 8;
+        word |= (unsigned __int128)(gap & mask) << held;
+        held += width;
+        if (held >= 64) {
+            const uint64_t full = (uint64_t)word;
+            memcpy(low, &full, 8);
+            low += 8, word >>= 64, held -= 64;
         }
         if (unary) {
             place += gap >> width;
-            unary[place / 8] |= (uint8_t)(1u << place % 8);
+            if (place / 64 != at) {
+                memcpy(unary + 8 * at, &ones, 8);
+                ones = 0, at = place / 64;
+            }
+            ones |= 1ull << place % 64;
             place++;
         }
     }
-    if (held) *low = (uint8_t)word;
+    for (; held > 0; held -= 8, word >>= 8) *low++ = (uint8_t)word;
+    if (unary && ones) memcpy(unary + 8 * at, &ones, (place + 7) / 8 - 8 * at);
     return place;
 }
 

@@ -9,8 +9,7 @@
 
 typedef struct {
     float held[WG_SCAN_BLOCK], velocity[WG_SCAN_BLOCK];
-    uint8_t kept[WG_SCAN_BLOCK / 8 + 8]; /* a bit for each entry beyond the thresholds */
-} notes;
+} copy;
 
 /* What the last call sent, taken out: see wg_old. In registers, as stores to floats might change it. */
 typedef struct {
@@ -35,100 +34,100 @@ ALWAYS_INLINE F8 take_out(F8 h, const taken *t, size_t c, const int columns) {
     return _mm256_sub_ps(h, _mm256_or_ps(_mm256_and_ps(up, positive), _mm256_andnot_ps(up, _mm256_and_ps(down, negative))));
 }
 
-/* Advances m elements, a multiple of 8, and notes what is kept. Returns the bits of the largest |h|. */
-ALWAYS_INLINE uint32_t advance(const float *x, float *held, float *velocity, size_t m, const wg_selection *s,
-                               const wg_old *old, notes *n, const int symmetric, const int columns) {
+/* Loads, advances and stores eight elements; what it overwrites goes to the copy. */
+ALWAYS_INLINE F8 advance(const float *x, float *held, float *velocity, size_t i, F8 momentum, const taken *before, copy *kept,
+                         const int sent, const int columns) {
+    F8 h = _mm256_loadu_ps(held + i);
+    if (!x) return h;
+    F8 speed = _mm256_loadu_ps(x + i);
+    if (velocity) {
+        const F8 slower = _mm256_loadu_ps(velocity + i);
+        speed = _mm256_add_ps(_mm256_mul_ps(momentum, slower), speed);
+        _mm256_storeu_ps(kept->velocity + i, slower);
+        _mm256_storeu_ps(velocity + i, speed);
+    }
+    _mm256_storeu_ps(kept->held + i, h);
+    if (sent) h = take_out(h, before, i, columns);
+    h = _mm256_add_ps(h, speed);
+    _mm256_storeu_ps(held + i, h);
+    return h;
+}
+
+/* `stays` is all ones when there is no entry to clear, else zero: arithmetic instead of a branch. */
+ALWAYS_INLINE void list_one(wg_pass *p, uint64_t index, uint64_t place, const int clear, uint32_t stays) {
+    const uint32_t h = wg_bits(p->held[index]);
+    p->indices[place] = (int64_t)index;
+    p->values[place] = wg_float(h);
+    if (clear) p->held[index] = wg_float(h & stays);
+}
+
+/* Lists the entries of a word of at most 64 elements from `first` to `last`. Most hold no more than two:
+ * two are written without asking whether they are there, because a wrong guess costs more than the writing. */
+ALWAYS_INLINE uint64_t list(wg_pass *p, uint64_t first, size_t last, uint64_t mask, uint64_t count, const wg_selection *s,
+                            const int clear) {
+    const uint64_t found = (uint64_t)__builtin_popcountll(mask);
+    if (__builtin_expect(count + 64 > s->capacity, 0)) {
+        for (; mask; mask &= mask - 1, count++)
+            if (count < s->capacity) list_one(p, first + (size_t)__builtin_ctzll(mask), count, clear, 0);
+        return count;
+    }
+    for (uint64_t k = 0; k < 2; k++, mask &= mask - 1) {
+        const size_t at = (size_t)__builtin_ctzll(mask | 1ull << last); /* `last` is looked at when there is no entry */
+        list_one(p, first + at, count + k, clear, (uint32_t) - (int32_t)(mask == 0));
+    }
+    for (uint64_t k = 2; k < found; k++, mask &= mask - 1)
+        list_one(p, first + (size_t)__builtin_ctzll(mask), count + k, clear, 0);
+    return count + found;
+}
+
+/* Advances and lists m elements, a multiple of 8. The list is written between the loads of the next
+ * elements, which hide it. */
+ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old, const int with_x,
+                             const int with_velocity, const int symmetric, const int columns, const int clear) {
+    copy overwritten;
+    wg_pass pass = *p;
+    const float *x = with_x ? pass.x + first : NULL;
+    float *held = pass.held + first, *velocity = with_velocity ? pass.velocity + first : NULL;
     const taken before = load_old(old);
     const F8 momentum = _mm256_set1_ps(s->momentum), above = _mm256_set1_ps(s->above), below = _mm256_set1_ps(s->below);
     const I8 limit = same(wg_bits(s->above) - 1u);
     I8 top = _mm256_setzero_si256();
-    for (size_t i = 0; i < m; i += 8) {
-        if (i % 16 == 0) {
-            _mm_prefetch((const char *)(held + i + (x ? NEAR : PREFETCH_FLOATS)), _MM_HINT_T0);
-            if (x) _mm_prefetch((const char *)(x + i + NEAR), _MM_HINT_T0);
-            if (velocity) _mm_prefetch((const char *)(velocity + i + NEAR), _MM_HINT_T0);
-        }
-        F8 h = _mm256_loadu_ps(held + i);
-        if (x) {
-            F8 speed = _mm256_loadu_ps(x + i);
-            if (velocity) {
-                F8 slower = _mm256_loadu_ps(velocity + i);
-                speed = _mm256_add_ps(_mm256_mul_ps(momentum, slower), speed);
-                _mm256_storeu_ps(n->velocity + i, slower);
-                _mm256_storeu_ps(velocity + i, speed);
+    uint64_t count = pass.count;
+    for (size_t word = 0; word < m; word += 64) {
+        const size_t end = m - word < 64 ? m - word : 64;
+        uint64_t mask = 0;
+        for (size_t j = 0; j < end; j += 8) {
+            const size_t i = word + j;
+            if (j % 16 == 0) {
+                _mm_prefetch((const char *)(held + i + (x ? NEAR : PREFETCH_FLOATS)), _MM_HINT_T0);
+                if (x) _mm_prefetch((const char *)(x + i + NEAR), _MM_HINT_T0);
+                if (velocity) _mm_prefetch((const char *)(velocity + i + NEAR), _MM_HINT_T0);
             }
-            _mm256_storeu_ps(n->held + i, h);
-            if (old) h = take_out(h, &before, i, columns);
-            h = _mm256_add_ps(h, speed);
-            _mm256_storeu_ps(held + i, h);
+            const F8 h = advance(x, held, velocity, i, momentum, &before, &overwritten, old != NULL, columns);
+            const I8 size = magnitude8(h);
+            top = _mm256_max_epu32(top, size);
+            const F8 kept = symmetric ? _mm256_castsi256_ps(_mm256_cmpgt_epi32(size, limit))
+                                      : _mm256_or_ps(_mm256_cmp_ps(h, above, _CMP_GE_OQ), _mm256_cmp_ps(h, below, _CMP_LE_OQ));
+            mask |= (uint64_t)(uint32_t)_mm256_movemask_ps(kept) << j;
         }
-        I8 size = magnitude8(h);
-        top = _mm256_max_epu32(top, size);
-        F8 kept = symmetric ? _mm256_castsi256_ps(_mm256_cmpgt_epi32(size, limit))
-                            : _mm256_or_ps(_mm256_cmp_ps(h, above, _CMP_GE_OQ), _mm256_cmp_ps(h, below, _CMP_LE_OQ));
-        n->kept[i / 8] = (uint8_t)_mm256_movemask_ps(kept);
+        count = list(&pass, first + word, end - 1, mask, count, s, clear);
     }
-    return top8(top);
-}
-
-/* `stays` is all ones when there is no entry to clear, else zero: arithmetic instead of a branch. */
-ALWAYS_INLINE void list_one(wg_pass *p, uint64_t first, float *held, size_t at, uint64_t place, const int clear,
-                            uint32_t stays) {
-    const uint32_t h = wg_bits(held[at]);
-    p->indices[place] = (int64_t)(first + at);
-    p->values[place] = wg_float(h);
-    if (clear) held[at] = wg_float(h & stays);
-}
-
-/* Most words of 64 elements hold no more than two entries: two are written without asking whether
- * they are there, because a wrong guess costs more than the writing. */
-ALWAYS_INLINE void list(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const notes *n, const int clear) {
-    float *held = p->held + first;
-    uint64_t count = p->count;
-    for (size_t i = 0; i < m; i += 64) {
-        uint64_t mask;
-        memcpy(&mask, n->kept + i / 8, 8);
-        const uint64_t found = (uint64_t)__builtin_popcountll(mask);
-        if (count + 64 > s->capacity) {
-            for (; mask; mask &= mask - 1, count++)
-                if (count < s->capacity) list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), count, clear, 0);
-            continue;
-        }
-        const size_t last = m - i < 64 ? m - i - 1 : 63; /* looked at when there is no entry */
-        for (uint64_t k = 0; k < 2; k++, mask &= mask - 1) {
-            const size_t at = i + (size_t)__builtin_ctzll(mask | 1ull << last);
-            list_one(p, first, held, at, count + k, clear, (uint32_t) - (int32_t)(mask == 0));
-        }
-        for (uint64_t k = 2; k < found; k++, mask &= mask - 1)
-            list_one(p, first, held, i + (size_t)__builtin_ctzll(mask), count + k, clear, 0);
-        count += found;
-    }
-    p->count = count;
-}
-
-ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old,
-                             const int with_x, const int with_velocity) {
-    notes n;
-    const float *x = with_x ? p->x + first : NULL;
-    float *held = p->held + first, *velocity = with_velocity ? p->velocity + first : NULL;
-    memset(n.kept + m / 8, 0, 8);
-    const int symmetric = s->above > 0 && s->below == -s->above;
-    const uint32_t top = old && old->step ? advance(x, held, velocity, m, s, old, &n, 0, 1)
-                         : symmetric      ? advance(x, held, velocity, m, s, old, &n, 1, 0)
-                                          : advance(x, held, velocity, m, s, old, &n, 0, 0);
-    if (top >= WG_INFINITY) {
-        if (x) memcpy(held, n.held, m * sizeof(float));
-        if (velocity) memcpy(velocity, n.velocity, m * sizeof(float));
+    if (top8(top) >= WG_INFINITY) {
+        if (x) memcpy(held, overwritten.held, m * sizeof(float));
+        if (velocity) memcpy(velocity, overwritten.velocity, m * sizeof(float));
         return 0;
     }
-    if (s->clear) list(p, first, m, s, &n, 1);
-    else list(p, first, m, s, &n, 0);
+    p->count = count;
     return 1;
 }
 
+/* One copy of the loop for each job: what does not change in it is decided outside. */
 int wg_select_run_avx2(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old) {
-    if (!p->x) return select_run(p, first, m, s, NULL, 0, 0);
-    if (p->velocity) return select_run(p, first, m, s, NULL, 1, 1);
-    return old ? select_run(p, first, m, s, old, 1, 0) : select_run(p, first, m, s, NULL, 1, 0);
+    const int symmetric = s->above > 0 && s->below == -s->above;
+    if (!p->x) return symmetric ? select_run(p, first, m, s, NULL, 0, 0, 1, 0, 0) : select_run(p, first, m, s, NULL, 0, 0, 0, 0, 0);
+    if (old) return old->step ? select_run(p, first, m, s, old, 1, 0, 0, 1, 0) : select_run(p, first, m, s, old, 1, 0, 0, 0, 0);
+    if (p->velocity) return select_run(p, first, m, s, NULL, 1, 1, symmetric, 0, s->clear);
+    return s->clear && symmetric ? select_run(p, first, m, s, NULL, 1, 0, 1, 0, 1)
+                                 : select_run(p, first, m, s, NULL, 1, 0, symmetric, 0, s->clear);
 }
 #endif

@@ -29,48 +29,48 @@ static uint64_t slot_of(cursor *at, int64_t index, uint64_t cols, uint64_t tile)
     return cols == 1 ? at->slots : at->slots + (i - at->start);
 }
 
-/* What a slot gathers: half a cache line. */
+/* What is gathered for each slot, apart and narrow because every entry visits another slot: with the shelves it
+ * should fit the second-level cache. */
 typedef struct {
-    uint64_t count, negative; /* entries; of these, negative ones. Then: where the next one goes */
-    int64_t sum[2];
-} wg_slot;
+    int64_t sum[2]; /* by sign */
+} wg_sums;
+#define NEGATIVE 16 /* a tally is the count of entries and, from this bit on, of the negative ones: 2^15 at most */
+#define COUNT 0xffffu
 
-/* `work` is room for a wg_slot (32 bytes) a slot; `shelf` for `capacity` entries a slot, so that one pass
- * both counts and places them. If a slot overflows it, a second pass places all. With `held`, what the means do not say stays there:
+/* `tallies` is 32 bits a slot; `shelf` is room for `capacity` entries a slot, so that one pass both counts and places
+ * them. If a slot overflows it, a second pass places all. With `held`, what the means do not say stays there:
  * held[index] = value - mean. */
 WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t k, uint64_t cols, uint64_t tile, uint64_t slots,
-                          double factor, uint16_t *counts, float *means, uint16_t *entries, wg_slot *work, uint16_t *shelf, uint64_t capacity,
-                          float *held) {
-    memset(work, 0, slots * sizeof *work);
+                          double factor, uint16_t *counts, float *means, uint16_t *entries, wg_sums *sums, uint32_t *tallies,
+                          uint16_t *shelf, uint64_t capacity, float *held) {
+    memset(sums, 0, slots * sizeof *sums);
+    memset(tallies, 0, slots * sizeof *tallies);
     cursor at = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
-        const uint64_t place = slot_of(&at, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
-        const uint64_t row = cols == 1 ? (uint64_t)indices[i] - at.start : at.row;
-        wg_slot *slot = work + place;
-        if (slot->count < capacity) shelf[place * capacity + slot->count] = (uint16_t)(row | sign << 15);
-        slot->count++;
-        slot->negative += sign;
-        slot->sum[sign] += llrint((double)values[i] * factor);
+        const uint64_t slot = slot_of(&at, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
+        const uint64_t row = cols == 1 ? (uint64_t)indices[i] - at.start : at.row, place = tallies[slot] & COUNT;
+        if (place < capacity) shelf[slot * capacity + place] = (uint16_t)(row | sign << 15);
+        tallies[slot] += (uint32_t)(1 | sign << NEGATIVE);
+        sums[slot].sum[sign] += llrint((double)values[i] * factor);
     }
     uint64_t next = 0;
     int overflow = 0;
     for (uint64_t s = 0; s < slots; s++) {
-        wg_slot *slot = work + s;
-        if (slot->count <= capacity) memcpy(entries + next, shelf + s * capacity, slot->count * sizeof *entries);
+        const uint64_t count = tallies[s] & COUNT, negative = tallies[s] >> NEGATIVE, positive = count - negative;
+        if (count <= capacity) memcpy(entries + next, shelf + s * capacity, count * sizeof *entries);
         else overflow = 1;
-        const uint64_t negative = slot->negative, positive = slot->count - negative;
-        means[2 * s] = (float)((double)slot->sum[0] / (double)(positive ? positive : 1) / factor);
-        means[2 * s + 1] = (float)((double)slot->sum[1] / (double)(negative ? negative : 1) / factor);
-        counts[s] = (uint16_t)slot->count;
-        next += slot->count;
-        slot->count = next - slot->count;
+        means[2 * s] = (float)((double)sums[s].sum[0] / (double)(positive ? positive : 1) / factor);
+        means[2 * s + 1] = (float)((double)sums[s].sum[1] / (double)(negative ? negative : 1) / factor);
+        counts[s] = (uint16_t)count;
+        sums[s].sum[0] = (int64_t)next; /* from here on: where the next entry goes */
+        next += count;
     }
     if (!overflow && !held) return;
     cursor again = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
         const uint64_t slot = slot_of(&again, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
         const uint64_t row = cols == 1 ? (uint64_t)indices[i] - again.start : again.row;
-        entries[work[slot].count++] = (uint16_t)(row | sign << 15);
+        entries[sums[slot].sum[0]++] = (uint16_t)(row | sign << 15);
         if (held) held[indices[i]] = values[i] - means[2 * slot + sign];
     }
 }

@@ -1,0 +1,187 @@
+"""Runs of several strategies against a baseline: what each costs, and how soon it is as good.
+
+Accuracy is that at the end of a run; its spread is the sample standard deviation over the seeds.
+Speedup is the virtual time the baseline takes to reach an accuracy over the time the strategy
+takes to reach the same: strategies that end elsewhere cannot be compared by the length of their
+runs. The accuracy to reach is, seed by seed, 99 % of what the baseline ends with, unless one is
+given. When it is reached is read off a straight line between the evaluations before and after the
+best accuracy so far first passes it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightgrad.report.runs import Line, Run
+
+BASELINE = "baseline"
+SHARE_OF_BASELINE = 0.99
+KEYS = (
+    *("strategy", "accuracy_mean", "accuracy_std", "virtual_seconds", "speedup_to_accuracy"),
+    *("wan_bytes", "wan_ratio", "lan_bytes", "waiting_share"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy over its seeds. Means, unless the name says otherwise; bytes are rounded."""
+
+    strategy: str
+    seeds: tuple[int, ...]
+    accuracy_mean: float | None  # None: no seed has evaluated
+    accuracy_std: float
+    difference_points: float | None  # accuracy minus the reference's, in percentage points
+    virtual_seconds: float
+    speedup_to_accuracy: float | None  # None: no seed has reached the target
+    seconds_to_accuracy: float | None
+    reached: int  # seeds that have reached it
+    wan_bytes: int
+    wan_ratio: float | None  # the reference's bytes over these; None: there are none
+    lan_bytes: int
+    waiting_share: float
+    quantized_accuracy: float | None
+    ema_accuracy: float | None
+    unfinished: int  # seeds whose run was interrupted
+    diverged: int  # seeds whose loss was no number in the end
+
+    def as_dict(self) -> dict[str, object]:
+        """What `--json` prints."""
+        return {key: getattr(self, key) for key in KEYS}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All strategies, the reference first."""
+
+    rows: tuple[Row, ...]
+    reference: str
+    target: float | None  # as given; None: 99 % of the reference, seed by seed
+
+    @property
+    def against_baseline(self) -> bool:
+        """Whether the reference is the baseline, and not just the first strategy."""
+        return self.reference == BASELINE
+
+    def as_list(self) -> list[dict[str, object]]:
+        """What `--json` prints."""
+        return [row.as_dict() for row in self.rows]
+
+
+def seconds_to(evaluations: Sequence[Line], target: float) -> float | None:
+    """The virtual time at which the best accuracy so far first is `target`; None if it never is."""
+    before: tuple[float, float] | None = None
+    for line in evaluations:
+        if line["accuracy"] is None:
+            continue
+        time, accuracy = float(line["t"]), float(line["accuracy"])
+        if accuracy >= target:
+            if before is None:
+                return time
+            return before[0] + (time - before[0]) * (target - before[1]) / (accuracy - before[1])
+        # Below the target the best so far is what the line to the next evaluation starts from.
+        before = (time, accuracy if before is None else max(accuracy, before[1]))
+    return None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _points(accuracy: float | None, reference: float | None) -> float | None:
+    return None if accuracy is None or reference is None else 100 * (accuracy - reference)
+
+
+def _speedups(runs: Sequence[Run], reference: Mapping[int, Run], target: float | None) -> list[tuple[float, float]]:
+    """(speedup, seconds) for each seed that reaches the target and has a reference that does."""
+    found = []
+    for run in runs:
+        base = reference.get(run.seed)
+        if base is None or (target is None and base.summary["accuracy"] is None):
+            continue
+        wanted = SHARE_OF_BASELINE * base.summary["accuracy"] if target is None else target
+        theirs, ours = seconds_to(base.evaluations, wanted), seconds_to(run.evaluations, wanted)
+        if theirs is not None and ours is not None and ours > 0:
+            found.append((theirs / ours, ours))
+    return found
+
+
+def _row(strategy: str, runs: Sequence[Run], reference: Sequence[Run], target: float | None) -> Row:
+    summaries = [run.summary for run in runs]
+    accuracies = [float(s["accuracy"]) for s in summaries if s["accuracy"] is not None]
+    accuracy = _mean(accuracies)
+    reference_accuracy = _mean(run.summary["accuracy"] for run in reference)
+    wan = statistics.fmean(s["wan_bytes"] for s in summaries)
+    reference_wan = statistics.fmean(run.summary["wan_bytes"] for run in reference)
+    speedups = _speedups(runs, {run.seed: run for run in reference}, target)
+    return Row(
+        strategy=strategy,
+        seeds=tuple(run.seed for run in runs),
+        accuracy_mean=accuracy,
+        accuracy_std=statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+        difference_points=_points(accuracy, reference_accuracy),
+        virtual_seconds=statistics.fmean(s["virtual_seconds"] for s in summaries),
+        speedup_to_accuracy=_mean(ratio for ratio, _ in speedups),
+        seconds_to_accuracy=_mean(seconds for _, seconds in speedups),
+        reached=len(speedups),
+        wan_bytes=round(wan),
+        wan_ratio=reference_wan / wan if wan else None,
+        lan_bytes=round(statistics.fmean(s["lan_bytes"] for s in summaries)),
+        waiting_share=statistics.fmean(s["waiting_share"] for s in summaries),
+        quantized_accuracy=_mean(s.get("quantized_accuracy") for s in summaries),
+        ema_accuracy=_mean(s.get("ema_accuracy") for s in summaries),
+        unfinished=sum(not run.finished for run in runs),
+        diverged=sum(run.status == "diverged" for run in runs),
+    )
+
+
+def compare(groups: Mapping[str, Sequence[Run]], *, target: float | None = None) -> Comparison:
+    """Rows in the order of the groups, except that the baseline is first. Without one, the first is the reference."""
+    names = [name for name, runs in groups.items() if runs]
+    if not names:
+        return Comparison((), BASELINE, target)
+    reference = BASELINE if BASELINE in names else names[0]
+    names.sort(key=lambda name: name != reference)
+    rows = tuple(_row(name, groups[name], groups[reference], target) for name in names)
+    return Comparison(rows, reference, target)
+
+
+def flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """A recipe with one level: `training.steps`."""
+    found: dict[str, object] = {}
+    for key, value in recipe.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _shared(run: Run) -> dict[str, object]:
+    """What runs of one comparison have in common."""
+    return flat({key: value for key, value in run.recipe.items() if key not in ("strategy", "seed")})
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Settings other than strategy and seed in which the runs differ: a comparison should have none."""
+    recipes = [_shared(run) for run in runs]
+    keys = sorted({key for recipe in recipes for key in recipe})
+    return [key for key in keys if len({json.dumps(recipe.get(key), default=str) for recipe in recipes}) > 1]
+
+
+def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by strategy, seeds in order; the same strategy under another recipe is another group."""
+    by_recipe: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        by_recipe.setdefault((run.strategy, json.dumps(_shared(run), sort_keys=True, default=str)), []).append(run)
+    groups: dict[str, list[Run]] = {}
+    for (strategy, _), members in by_recipe.items():
+        rivals = [others[0] for (name, _), others in by_recipe.items() if name == strategy]
+        said = [f"{key}={_shared(members[0]).get(key)}" for key in differing(rivals)]
+        label = f"{strategy} [{', '.join(said)}]" if said else strategy
+        groups[label] = sorted(members, key=lambda run: run.seed)
+    return groups

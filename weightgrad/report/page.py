@@ -1,0 +1,258 @@
+"""Runs as one HTML file that needs nothing else: tables, charts, recipes and how to repeat them.
+
+plotly's JavaScript comes from its wheel and is inside the page, once. The page's own policy allows
+it no network and no script but the two that are in it, by their hashes; everything that comes from
+files is escaped besides.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+from weightgrad.report.comparison import Comparison, Row, compare, differing
+from weightgrad.report.comparison_table import HEADERS, cells, notes, seeds_text
+from weightgrad.report.figures import bytes_text, percent_text, ratio_text, seconds_text
+from weightgrad.report.page_charts import charts, is_weightgrad
+from weightgrad.report.runs import Run
+from weightgrad.train.digits import require
+
+_RECIPES = 24  # shown, at most
+
+
+def _file(name: str) -> str:
+    return resources.files("weightgrad.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _for_json(value: object) -> object:
+    """Without what JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _for_json(inside) for key, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(inside) for inside in value]
+    return value
+
+
+def _data(value: object) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(_for_json(value), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _tile(value: str, what: str, *, ours: bool = False) -> str:
+    return f"<div class='tile{' ours' if ours else ''}'><b>{html.escape(value)}</b>{html.escape(what)}</div>"
+
+
+def _shown_row(comparison: Comparison) -> Row:
+    """The row the page opens with: weightgrad, or else the fastest that is not the reference."""
+    others = [row for row in comparison.rows if row.strategy != comparison.reference] or list(comparison.rows)
+    ours = [row for row in others if is_weightgrad(row.strategy)]
+    return max(ours or others, key=lambda row: (row.speedup_to_accuracy or 0, row.wan_ratio or 0))
+
+
+def _tiles(comparison: Comparison) -> str:
+    row, reference = _shown_row(comparison), comparison.reference
+    ours = is_weightgrad(row.strategy)
+    if row.strategy == reference:
+        made = [
+            _tile(f"{percent_text(row.accuracy_mean)} %", "test accuracy", ours=ours),
+            _tile(seconds_text(row.virtual_seconds), "virtual time"),
+            _tile(bytes_text(row.wan_bytes), "over the WAN"),
+            _tile(f"{percent_text(row.waiting_share, 1)} %", "of the time waiting"),
+        ]
+    else:
+        points = "–" if row.difference_points is None else f"{row.difference_points:+.2f}"  # noqa: RUF001
+        fast = ratio_text(row.speedup_to_accuracy) if row.speedup_to_accuracy else "not reached"
+        made = [
+            _tile(fast, f"{row.strategy}: speed to {reference}'s accuracy", ours=ours),
+            _tile(ratio_text(row.wan_ratio), f"fewer bytes over the WAN than {reference}", ours=ours),
+            _tile(points, f"points of accuracy from {reference}'s {percent_text(comparison.rows[0].accuracy_mean)} %"),
+            _tile(f"{percent_text(row.waiting_share, 1)} %", "of its time a site waits"),
+        ]
+    return f"<div class='tiles'>{''.join(made)}</div>"
+
+
+def _summary(comparison: Comparison) -> str:
+    extra = [
+        (title, [percent_text(getattr(row, key)) for row in comparison.rows])
+        for title, key in (("quantized %", "quantized_accuracy"), ("EMA %", "ema_accuracy"))
+        if any(getattr(row, key) is not None for row in comparison.rows)
+    ]
+    head = "".join(f"<th scope='col'>{html.escape(text)}</th>" for text in (*HEADERS, *(title for title, _ in extra)))
+    body = []
+    for place, row in enumerate(comparison.rows):
+        first, *rest = (*cells(row, comparison.reference), *(column[place] for _, column in extra))
+        ours = " class='ours'" if is_weightgrad(row.strategy) else ""
+        body.append(
+            f"<tr{ours}><th scope='row'>{html.escape(first)}</th>"
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
+            + "</tr>"
+        )
+    told = [*notes(comparison), "Times are virtual: what the recipe's links and compute would take."]
+    if extra and extra[0][0].startswith("quantized"):
+        told.append("quantized: the accuracy of the weights the workers train on, not of the master weights.")
+    return (
+        f"<section class='card'><h2>Summary</h2><div class='scroll'><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f"<ul class='notes'>{''.join(f'<li>{html.escape(note)}</li>' for note in told)}</ul></section>"
+    )
+
+
+def _switch(sets: str, options: Sequence[tuple[str, str]], chosen: str) -> str:
+    buttons = "".join(
+        f"<button type='button' value='{value}' aria-pressed='{str(value == chosen).lower()}'>{text}</button>"
+        for value, text in options
+    )
+    return f"<div class='switch' role='group' data-sets='{sets}'>{buttons}</div>"
+
+
+def _card(chart: str, title: str, text: str, control: str = "") -> str:
+    return (
+        f"<section class='card'><div class='top'><h2>{title}</h2>{control}</div><p class='soft'>{text}</p>"
+        f"<div class='chart' id='chart-{chart}'></div></section>"
+    )
+
+
+def _charts(groups: Mapping[str, Sequence[Run]], comparison: Comparison) -> str:
+    runs = [run for members in groups.values() for run in members]
+    several = any(len(members) > 1 for members in groups.values())
+    band = " Bands reach from the least to the greatest seed." if several else ""
+    axes = _switch("axis", (("step", "steps"), ("time", "time"), ("bytes", "WAN bytes")), "time")
+    made = [
+        f"<div class='bar'><div class='legend' id='legend'></div>{axes}</div>",
+        "<div class='pair'>",
+        _card("accuracy", "Accuracy", f"On the test data, of the model a run would hand over.{band}"),
+        _card("loss", "Training loss", "Mean over sites; in long runs, over several steps."),
+        "</div>",
+    ]
+    if any(run.faults for run in runs):
+        text = "Bars: rounds of the first seed. Shaded: while a fault lasted. Dotted: an event that has no end."
+        made.append(_card("timeline", "Rounds and faults", text))
+    pair = []
+    if len(comparison.rows) > 1:
+        pair.append(
+            _card("speedup", "Speedup to the same accuracy", "Virtual time of the reference over that of each.")
+        )
+    if any(run.sites for run in runs):
+        select = "<select id='site' aria-label='site'></select>"
+        pair.append(_card("sites", "Where the time goes", "What a site spent its virtual time on.", select))
+    made += ["<div class='pair'>", *pair, "</div>"]
+    if any(run.links for run in runs):
+        choice = _switch("links", (("bytes", "bytes"), ("share", "share")), "bytes")
+        made.append(_card("links", "Bytes per link", "Every WAN link of the recipe, in the whole run.", choice))
+    return "\n".join(made)
+
+
+def _recipes(groups: Mapping[str, Sequence[Run]], command: str | None) -> str:
+    made = []
+    if command:
+        made.append(f"<p>All of it:</p><pre>{html.escape(command)}</pre>")
+    made.append("<p>One run: save its recipe, then</p><pre>weightgrad simulate recipe.yaml --out DIR</pre>")
+    for label, runs in list(groups.items())[:_RECIPES]:
+        seeds = ", ".join(str(run.seed) for run in runs)
+        others = f"; other seeds: <code>--set seed=N</code>, N from {html.escape(seeds)}" if len(runs) > 1 else ""
+        made.append(
+            f"<details><summary>{html.escape(label)} <span class='soft'>recipe of seed {runs[0].seed}{others}</span>"
+            f"</summary><p class='soft'>{html.escape(shlex.quote(str(runs[0].directory)))}</p>"
+            f"<pre>{html.escape(runs[0].recipe_text())}</pre></details>"
+        )
+    if len(groups) > _RECIPES:
+        made.append(f"<p class='soft'>{len(groups) - _RECIPES} more are in their directories.</p>")
+    return f"<section class='card'><h2>Recipes, and how to repeat this</h2>{''.join(made)}</section>"
+
+
+def _warnings(runs: Sequence[Run], skipped: Sequence[str]) -> str:
+    said = list(skipped)
+    keys = differing(runs)
+    if keys:
+        said.insert(0, f"These runs do not share one recipe; they differ in {', '.join(keys)}. Compare with care.")
+    if not said:
+        return ""
+    return f"<section class='card warn'>{''.join(f'<p>{html.escape(text)}</p>' for text in said)}</section>"
+
+
+def _measured(runs: Sequence[Run]) -> str:
+    said = []
+    for run in runs:
+        text = "; ".join(str(run.wall[key]) for key in ("machine", "date") if run.wall.get(key))
+        if text and text not in said:
+            said.append(text)
+    return " · ".join(said[:4])
+
+
+def page(
+    groups: Mapping[str, Sequence[Run]],
+    *,
+    target: float | None = None,
+    command: str | None = None,
+    skipped: Sequence[str] = (),
+) -> str:
+    """Runs by strategy as one HTML document."""
+    require("plotly", "plotly")
+    from plotly.offline import get_plotlyjs
+
+    comparison = compare(groups, target=target)
+    groups = {row.strategy: groups[row.strategy] for row in comparison.rows}
+    runs = [run for members in groups.values() for run in members]
+    names = " and ".join(dict.fromkeys(run.name for run in runs))
+    first = runs[0].header
+    seeds = seeds_text(max(len(members) for members in groups.values()))
+    plotly, script = get_plotlyjs(), _file("page.js")
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {_hash(plotly)} {_hash(script)}"
+    strategies = "1 strategy" if len(groups) == 1 else f"{len(groups)} strategies"
+    facts = [f"{strategies}, {seeds} each" if len(runs) > 1 else f"strategy {runs[0].strategy}"]
+    facts += [f"{first[key]:,} {key}" for key in ("steps", "parameters", "workers") if isinstance(first.get(key), int)]
+    sites = [str(site) for site in first.get("sites", ())]
+    facts.append(f"{len(sites)} sites: {', '.join(sites[:8])}{', …' if len(sites) > 8 else ''}")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>WeightGrad: {html.escape(names)}</title>
+<style>{_file("page.css")}</style>
+</head>
+<body>
+<header>
+<h1>{html.escape(names)}</h1>
+<p class="soft">{html.escape(" · ".join(facts))}</p>
+</header>
+{_warnings(runs, skipped)}
+{_tiles(comparison)}
+{_summary(comparison)}
+{_charts(groups, comparison)}
+{_recipes(groups, command)}
+<footer class="soft">Made by weightgrad. {html.escape(_measured(runs))}</footer>
+<script type="application/json" id="data">{_data(charts(groups, comparison))}</script>
+<script>{plotly}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def write(
+    groups: Mapping[str, Sequence[Run]],
+    path: Path,
+    *,
+    target: float | None = None,
+    command: str | None = None,
+    skipped: Sequence[str] = (),
+) -> None:
+    """Write the page."""
+    text = page(groups, target=target, command=command, skipped=skipped)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,157 @@
+"""WAN links: bandwidth, one-way delay, loss, and what they do over time.
+
+A message is a flow of bytes. Flows in one direction of a link share it fairly; flows through the
+server's network card share that too (max-min: a flow that its own link holds back leaves its share to
+the others). The last byte arrives one delay after it left. Loss is modelled by what it does to TCP: a
+connection gets at most MSS/RTT * sqrt(3/2)/sqrt(loss) (Mathis et al., 1997), CONNECTIONS of them
+carry a message, and lost bytes are sent again. A cut link moves nothing; what is on its way goes on
+when it heals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MSS_BYTES = 1460
+CONNECTIONS = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between the two named places, the same both ways. `trace` is [(second, bit/s), ...] from 0 on."""
+
+    between: tuple[str, str]
+    bandwidth_bit_s: float
+    delay_seconds: float
+    loss: float = 0.0
+    trace: tuple[tuple[float, float], ...] = ()
+
+    def nominal_bit_s(self, now: float) -> float:
+        """What it carries at that time, without loss and faults."""
+        rate = self.bandwidth_bit_s
+        for since, changed in self.trace:
+            if since <= now:
+                rate = changed
+        return rate
+
+    def next_change(self, now: float) -> float:
+        """When the trace changes next."""
+        return min((since for since, _ in self.trace if since > now), default=math.inf)
+
+    def rate_bytes(self, now: float) -> float:
+        """Useful bytes a second for one message that has it to itself."""
+        rate = self.nominal_bit_s(now) / 8
+        if self.loss:
+            round_trip = max(2 * self.delay_seconds, 1e-4)
+            reachable = CONNECTIONS * MSS_BYTES / round_trip * math.sqrt(1.5 / self.loss)
+            rate = min(rate, reachable) * (1 - self.loss)
+        return rate
+
+
+@dataclass(eq=False)
+class _Flow:
+    link: int
+    upward: bool
+    left: float  # bytes
+    arrive: Callable[[], None]
+    sender: str
+    receiver: str
+    rate: float = 0.0
+    finish: float = math.inf
+
+
+class Links:
+    """All links to the server, and the flows on them. The driver calls `run` when `next_event` comes."""
+
+    def __init__(self, server: str, links: list[Link], server_bit_s: float | None) -> None:
+        self._server = server
+        self.links = links
+        self._to: dict[str, int] = {}
+        for place, link in enumerate(links):
+            if server in link.between:
+                self._to[next(end for end in link.between if end != server)] = place
+        self._card = math.inf if server_bit_s is None else server_bit_s / 8
+        self._factor = [1.0] * len(links)
+        self._flows: list[_Flow] = []
+        self._then = 0.0
+        self.bytes = [[0, 0] for _ in links]  # towards the first and the second of `between`
+
+    def place(self, first: str, second: str) -> int:
+        """Index of the link between two places."""
+        for number, link in enumerate(self.links):
+            if set(link.between) == {first, second}:
+                return number
+        raise KeyError((first, second))
+
+    def delay(self, site: str) -> float:
+        """One-way delay between a site and the server."""
+        return self.links[self._to[site]].delay_seconds
+
+    def send(self, now: float, sender: str, receiver: str, nbytes: int, arrive: Callable[[], None]) -> None:
+        """Put a message on its link; `arrive` when its last byte has left (the delay comes on top)."""
+        upward = receiver == self._server
+        place = self._to[sender if upward else receiver]
+        ends = self.links[place].between
+        self.bytes[place][0 if ends[0] == receiver else 1] += nbytes
+        self._advance(now)
+        self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
+        self._share(now)
+
+    def scale(self, now: float, place: int, factor: float) -> None:
+        """A fault: the link carries this share of what it should (0: cut)."""
+        self._advance(now)
+        self._factor[place] = factor
+        self._share(now)
+
+    def drop(self, now: float, end: str) -> None:
+        """Whatever is on its way from or to this place is gone."""
+        self._advance(now)
+        self._flows = [f for f in self._flows if end not in (f.sender, f.receiver)]
+        self._share(now)
+
+    def next_event(self, now: float) -> float:
+        """When a flow ends or a trace changes."""
+        if not self._flows:
+            return math.inf
+        used = {f.link for f in self._flows}
+        changes = min((self.links[place].next_change(now) for place in used), default=math.inf)
+        return min(min(f.finish for f in self._flows), changes)
+
+    def run(self, now: float) -> list[tuple[float, Callable[[], None]]]:
+        """The flows that have ended by now, each with the delay until it arrives."""
+        self._advance(now)
+        ended = [f for f in self._flows if f.finish <= now]
+        self._flows = [f for f in self._flows if f.finish > now]
+        self._share(now)
+        return [(self.links[f.link].delay_seconds, f.arrive) for f in ended]
+
+    def _advance(self, now: float) -> None:
+        passed = now - self._then
+        if passed > 0:
+            for flow in self._flows:
+                flow.left = max(0.0, flow.left - flow.rate * passed)
+        self._then = now
+
+    def _share(self, now: float) -> None:
+        for upward in (True, False):
+            flows = [f for f in self._flows if f.upward == upward]
+            crowd: dict[int, int] = {}
+            for flow in flows:
+                crowd[flow.link] = crowd.get(flow.link, 0) + 1
+            for flow in flows:
+                flow.rate = self.links[flow.link].rate_bytes(now) * self._factor[flow.link] / crowd[flow.link]
+            if self._card < math.inf:
+                _fill(flows, self._card)
+        for flow in self._flows:
+            flow.finish = now if flow.left <= 0 else now + flow.left / flow.rate if flow.rate > 0 else math.inf
+
+
+def _fill(flows: list[_Flow], capacity: float) -> None:
+    """Max-min fair: each gets an equal share of what is left, or what its own link allows."""
+    waiting = len(flows)
+    for flow in sorted(flows, key=lambda f: f.rate):
+        flow.rate = min(flow.rate, capacity / waiting)
+        capacity -= flow.rate
+        waiting -= 1

@@ -1,0 +1,217 @@
+"""One simulated site: real gradients, the real local server, virtual seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from weightgrad import wire
+from weightgrad.codecs import Fp32, Payload
+from weightgrad.kernels.noise import derive
+from weightgrad.sim import codec_time
+from weightgrad.sim.lan import allreduce_bytes
+from weightgrad.sim.plan import SitePlace, WorldPlan
+from weightgrad.sim.task import Task
+from weightgrad.site.allreduce import QuantizedAllreduce
+from weightgrad.site.local_server import Combiner, LocalServer
+from weightgrad.site.worker import GradientEncoder
+from weightgrad.wan.base import Base
+from weightgrad.wan.messages import Answer, parts_bytes
+from weightgrad.wan.site_end import SiteEnd
+
+
+@dataclass
+class Times:
+    """Where a site's time and LAN bytes went."""
+
+    compute: float = 0.0
+    codec: float = 0.0
+    lan: float = 0.0
+    waiting: float = 0.0
+    lan_bytes: int = 0
+
+
+@dataclass
+class Step:
+    """A step that has been computed and takes until `seconds` have passed."""
+
+    seconds: float
+    loss: float
+    gradient: Tensor | None
+
+
+@dataclass
+class SimSite:
+    """The place, its end of the WAN, its local server, and how it is doing."""
+
+    number: int
+    place: SitePlace
+    plan: WorldPlan
+    task: Task
+    end: SiteEnd
+    times: Times = field(default_factory=Times)
+    alive: bool = True
+    leaving: bool = False
+    left: bool = False
+    open_step: Step | None = None
+    life: int = 0  # counts deaths, so that events of an earlier life are void
+    waiting_since: float | None = None
+
+    def __post_init__(self) -> None:
+        strategy, layout = self.plan.strategy, self.task.layout
+        self._codec = strategy.wan_codec("gradients")
+        self._coded = not isinstance(self._codec, Fp32)
+        self._weights_out = strategy.weights_out
+        self.local: LocalServer | None = None
+        key = derive(self.plan.seed, 11, self.number)
+        if strategy.shares == "updates":
+            self.local = LocalServer(
+                layout,
+                self.end.model,
+                self.plan.optimizer,
+                combine=strategy.combine,
+                weights_out=self._weights_out,
+                key=derive(key, 1),
+            )
+        self._combiner = Combiner(layout)
+        self._encoders: list[GradientEncoder] = []
+        self._ring: list[QuantizedAllreduce] = []
+        workers = self.place.workers
+        if self._coded and strategy.exchange == "allreduce" and workers > 1:
+            self._ring = [QuantizedAllreduce(workers, layout.numel, self._codec, derive(key, 3)) for _ in range(workers)]
+        elif self._coded or self.plan.clip_norm is not None:
+            clip = self.plan.clip_norm
+            self._encoders = [
+                GradientEncoder(layout, self._codec, derive(key, 2, worker), clip_norm=clip) for worker in range(workers)
+            ]
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def compute(self, applied: list[Answer]) -> Step:
+        """Do the next step for real; say how long it takes. `applied` has just moved the base."""
+        number = self.end.step
+        seconds = self._hand_on(applied)
+        starts = [
+            self.place.compute.seconds(self.plan.seed, self.place.name, self.number, worker, number)
+            for worker in range(self.place.workers)
+        ]
+        weights, spread = self._release()
+        losses: list[float] = []
+        sizes: list[int] = []
+        gradient = self._train(weights, number, losses, sizes)
+        slowest = max(starts)
+        exchange = self._exchange(starts, sizes) - slowest
+        self.times.compute += slowest
+        self.times.lan += exchange
+        return Step(seconds + spread + slowest + exchange, sum(losses) / len(losses), gradient)
+
+    def _release(self) -> tuple[Tensor, float]:
+        """The weights the workers compute on, and the seconds until they have them."""
+        if self.local is None or self._weights_out is None:
+            return self.end.model, 0.0
+        payloads = self.local.released()
+        assert payloads is not None
+        nbytes = _frames(payloads)
+        numel, speed = self.task.layout.numel, self.plan.codec_speed
+        coding = codec_time.encode_seconds(self._weights_out.codec, numel, speed)
+        coding += codec_time.decode_seconds(self._weights_out.codec, numel, speed)
+        seconds = self.place.lan.spread(self.place.workers, nbytes)
+        if self.place.workers > 1:
+            self.times.lan_bytes += self.place.workers * nbytes
+        self.times.codec += coding
+        self.times.lan += seconds
+        return self.local.working_weights(), coding + seconds
+
+    def _train(self, weights: Tensor, number: int, losses: list[float], sizes: list[int]) -> Tensor | None:
+        if self._ring:
+            vector = self._by_ring(weights, number, losses, sizes)
+            return self._use(iter([vector]), number)
+        return self._use(self._gradients(weights, number, losses, sizes), number)
+
+    def _use(self, gradients: Iterator[tuple[Payload, ...] | Tensor], number: int) -> Tensor | None:
+        if self.local is not None:
+            self.local.step(gradients, self.plan.rate(number))
+            return None
+        for gradient in gradients:
+            if isinstance(gradient, Tensor):
+                self._combiner.add_plain(gradient)
+            else:
+                self._combiner.add(gradient)
+        return self._combiner.mean()
+
+    def _gradients(
+        self, weights: Tensor, number: int, losses: list[float], sizes: list[int]
+    ) -> Iterator[tuple[Payload, ...] | Tensor]:
+        whole = 4 * self.task.layout.numel
+        each = self._encoders or self.task.separate or self.plan.strategy.combine == "serial"
+        if not each:
+            found = self.task.gradient(self.number, weights, number)
+            losses.append(found.loss)
+            sizes += [whole] * self.place.workers
+            yield found.vector
+            return
+        for worker, found in enumerate(self.task.gradients(self.number, weights, number)):
+            losses.append(found.loss)
+            if self._encoders:
+                payloads = self._encoders[worker].encode(found.vector, number)
+                sizes.append(_frames(payloads))
+                yield payloads
+            else:
+                sizes.append(whole)
+                yield found.vector.clone() if self.plan.strategy.combine == "serial" else found.vector
+
+    def _by_ring(self, weights: Tensor, number: int, losses: list[float], sizes: list[int]) -> Tensor:
+        chunks = []
+        for worker, found in enumerate(self.task.gradients(self.number, weights, number)):
+            losses.append(found.loss)
+            chunks.append(self._ring[worker].encode_chunks(found.vector, number))
+        reduced = [ring.reduce([c[rank] for c in chunks], number) for rank, ring in enumerate(self._ring)]
+        sizes += [max(_frames(c) for c in chunks)] * len(chunks)
+        return self._ring[0].gather(reduced)
+
+    def _exchange(self, starts: list[float], sizes: list[int]) -> float:
+        """When the site has its gradient, counted from when the workers began."""
+        workers, lan = self.place.workers, self.place.lan
+        numel, speed = self.task.layout.numel, self.plan.codec_speed
+        if workers < 2:
+            return starts[0]
+        if self.plan.strategy.exchange == "allreduce":
+            coding = codec_time.encode_seconds(self._codec, numel, speed) if self._coded else 0.0
+            self.times.codec += coding
+            self.times.lan_bytes += allreduce_bytes(workers, max(sizes))
+            return max(starts) + coding + lan.allreduce(workers, max(sizes))
+        coding = codec_time.encode_seconds(self._codec, numel, speed)
+        decoding = workers * codec_time.decode_seconds(self._codec, numel, speed)
+        self.times.codec += coding + decoding
+        self.times.lan_bytes += sum(sizes)
+        return lan.gather([s + coding for s in starts], sizes) + decoding
+
+    def _hand_on(self, applied: list[Answer]) -> float:
+        """Seconds to decode the answers and to hand them to workers that have replicas of their own."""
+        if not applied:
+            return 0.0
+        numel, workers = self.task.layout.numel, self.place.workers
+        down = self.plan.strategy.wan_codec("down")
+        seconds = len(applied) * codec_time.decode_seconds(down, numel, self.plan.codec_speed)
+        self.times.codec += seconds
+        if self._weights_out is None and workers > 1:
+            nbytes = sum(parts_bytes(answer.parts) for answer in applied)
+            lan = self.place.lan.broadcast(workers, nbytes)
+            self.times.lan += lan
+            self.times.lan_bytes += (workers - 1) * nbytes
+            seconds += lan
+        return seconds
+
+
+def _frames(payloads: tuple[Payload, ...] | list[Payload]) -> int:
+    return sum(wire.frame_bytes(payload) for payload in payloads)
+
+
+def make(
+    number: int, place: SitePlace, plan: WorldPlan, task: Task, base: Callable[[], Base]
+) -> SimSite:
+    """A site at the start of the run."""
+    end = SiteEnd(place.name, base(), plan.strategy.for_site(), task.samples(number), derive(plan.seed, 10, number))
+    return SimSite(number, place, plan, task, end)

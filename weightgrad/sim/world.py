@@ -1,0 +1,389 @@
+"""The simulator: sites, links, server and faults on one virtual clock, written down in a ledger.
+
+Everything is decided by the plan and its seed: the same plan gives the same bytes of ledger. Compute,
+codecs, aggregation and the two state machines are the real ones; only seconds are modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightgrad.errors import NonFiniteError
+from weightgrad.kernels.noise import derive
+from weightgrad.ledger import Ledger
+from weightgrad.sim import codec_time, site
+from weightgrad.sim.clock import Clock
+from weightgrad.sim.faults import schedule
+from weightgrad.sim.links import Links
+from weightgrad.sim.plan import WorldPlan
+from weightgrad.sim.site import SimSite
+from weightgrad.sim.task import Score, Task
+from weightgrad.site.average import ParameterAverage
+from weightgrad.site.weights import decode_flat
+from weightgrad.wan.base import Base
+from weightgrad.wan.global_server import Closed, GlobalServer, Outbox
+from weightgrad.wan.messages import Leave, Message, Push, nbytes
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy: float | None
+    virtual_seconds: float
+    wan_bytes: int
+    lan_bytes: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The base on the test data, and what is made from it."""
+
+    accuracy: float
+    loss: float
+    base: float
+    quantized: float | None
+    ema: float | None
+
+
+class World:
+    """One run."""
+
+    def __init__(
+        self, plan: WorldPlan, task: Task, ledger: Ledger, watch: Callable[[Progress], None] | None = None
+    ) -> None:
+        self.plan, self.task, self.ledger = plan, task, ledger
+        self.clock = Clock()
+        self.links = Links(plan.server, list(plan.links), plan.server_bit_s)
+        self._watch = watch
+        self._initial = task.initial()
+        self._optimizer = (plan.optimizer[0], plan.strategy.optimizer_with(plan.optimizer[1]))
+        self.server = GlobalServer(self._base(), plan.strategy.for_server(), derive(plan.seed, 20))
+        self.server_alive = True
+        self.sites = [site.make(n, place, plan, task, self._base) for n, place in enumerate(plan.sites)]
+        self.by_name = {s.place.name: s for s in self.sites}
+        self.rounds = 0
+        self.status = "finished"
+        self.last: Evaluation | None = None
+        self._ema = ParameterAverage(self._initial, plan.ema) if plan.ema is not None else None
+        self._next_evaluation = plan.evaluate_every
+        self._wake = math.inf
+        self._link_event = math.inf
+        self._loss = math.nan
+        self._checkpoint: dict[str, Tensor] | None = None
+        self._keeps_checkpoints = any(f.what == "kill" and plan.server in f.where for f in plan.faults)
+
+    def _base(self) -> Base:
+        shares = self.plan.strategy.shares == "gradients"
+        return Base(
+            self.task.layout, self._initial, optimizer=self._optimizer if shares else None, rate=self.plan.rate
+        )
+
+    # -- the run ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until every site has finished. Ctrl-C leaves a ledger that can be read."""
+        absent = {name for fault in self.plan.faults if fault.what == "join" for name in fault.where}
+        for one in self.sites:
+            if one.place.name in absent:
+                one.alive = False
+            else:
+                self.server.members.join(one.place.name)
+                self._send_all(one, one.end.join())
+        if self._keeps_checkpoints:
+            self._checkpoint = self.server.checkpoint()
+        schedule(self)
+        try:
+            while not self._over() and self.clock.step():
+                pass
+        except NonFiniteError:
+            self.status = "diverged"
+        except KeyboardInterrupt:
+            self.status = "interrupted"
+            raise
+        finally:
+            self._write_end()
+
+    def _over(self) -> bool:
+        return all(s.left or s.end.finished or not s.alive for s in self.sites) and not any(
+            fault.what in ("kill", "join") and self.clock.now < fault.at + (fault.seconds or 0)
+            for fault in self.plan.faults
+        )
+
+    # -- a site's time ----------------------------------------------------------------------
+
+    def boundary(self, one: SimSite) -> None:
+        """A site is between two steps, or something has come for one that waits."""
+        if not one.alive or one.left or one.open_step is not None or not self.server_known(one):
+            return
+        applied = one.end.settle()
+        now = self.clock.now
+        if one.end.finished:
+            self._stop_waiting(one)
+            if one.leaving:
+                one.left = True
+                self._send_all(one, [Leave(one.place.name)])
+            return
+        if one.end.blocked(now) is not None:
+            if one.waiting_since is None:
+                one.waiting_since = now
+            return
+        self._stop_waiting(one)
+        if one.end.step >= self.plan.steps or one.leaving:
+            self._send_all(one, one.end.finish(now))
+            one.waiting_since = now
+            return
+        one.open_step = one.compute(applied)
+        self._complete_later(one)
+
+    def come_back(self, one: SimSite) -> None:
+        """A site starts, or starts again with what it had written down after its last whole step."""
+        one.alive = True
+        self._send_all(one, one.end.join())
+        if one.open_step is not None:
+            self._complete_later(one)  # the step it died in is done again
+
+    def server_known(self, one: SimSite) -> bool:
+        """Whether the site has ever been let in (a member of the roster, or joined later)."""
+        return one.place.name in self.server.members.by_name
+
+    def _stop_waiting(self, one: SimSite) -> None:
+        if one.waiting_since is not None:
+            one.times.waiting += self.clock.now - one.waiting_since
+            one.waiting_since = None
+
+    def _complete_later(self, one: SimSite) -> None:
+        assert one.open_step is not None
+        life = one.life
+        self.clock.after(one.open_step.seconds, lambda: self._complete(one, life))
+
+    def _complete(self, one: SimSite, life: int) -> None:
+        if one.life != life or one.open_step is None:
+            return
+        done, one.open_step = one.open_step, None
+        now = self.clock.now
+        messages = one.end.stepped(now, done.gradient)
+        self._loss = done.loss
+        self.ledger.write("step", now, site=one.place.name, step=one.end.step, loss=done.loss)
+        if not math.isfinite(done.loss):
+            raise NonFiniteError(f"the loss of site {one.place.name} is {done.loss} at step {one.end.step}")
+        if one.end.step % self.task.epoch_steps == 0:
+            one.end.new_epoch(self.plan.rate(one.end.step - 1))
+        self._send_all(one, messages)
+        if one.number == 0:
+            self._report(None)
+        self.boundary(one)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _send_all(self, one: SimSite, messages: list[Message]) -> None:
+        for message in messages:
+            coding = 0.0
+            if isinstance(message, Push) and message.parts:
+                coding = codec_time.encode_seconds(
+                    self.plan.strategy.wan_codec("up"), self.task.layout.numel, self.plan.codec_speed
+                )
+                one.times.codec += coding
+            life = one.life
+
+            def leave(message: Message = message, life: int = life) -> None:
+                if one.life == life and one.alive:
+                    self._put(one.place.name, self.plan.server, message, lambda: self._at_server(message))
+
+            self.clock.after(coding, leave) if coding else leave()
+
+    def _put(self, sender: str, receiver: str, message: Message, arrive: Callable[[], None]) -> None:
+        self.links.send(self.clock.now, sender, receiver, nbytes(message), arrive)
+        self._plan_links()
+
+    def _plan_links(self) -> None:
+        due = self.links.next_event(self.clock.now)
+        if due < self._link_event or self._link_event <= self.clock.now:
+            self._link_event = due
+            if due < math.inf:
+                self.clock.at(due, lambda: self._run_links(due))
+
+    def _run_links(self, due: float) -> None:
+        if due != self._link_event:
+            return  # something earlier was planned since
+        for delay, arrive in self.links.run(self.clock.now):
+            self.clock.after(delay, arrive)
+        self._link_event = math.inf
+        self._plan_links()
+
+    def replan(self) -> None:
+        """Links have changed under the flows."""
+        self._link_event = math.inf
+        self._plan_links()
+
+    def _at_server(self, message: Message) -> None:
+        if not self.server_alive:
+            return
+        decoding = 0.0
+        if isinstance(message, Push) and message.parts:
+            up = self.plan.strategy.wan_codec("up")
+            decoding = codec_time.decode_seconds(up, self.task.layout.numel, self.plan.codec_speed)
+        self.clock.after(decoding, lambda: self._server_takes(message))
+
+    def _server_takes(self, message: Message) -> None:
+        if self.server_alive:
+            self.act(self.server.receive(message, self.clock.now))
+
+    def act(self, out: Outbox) -> None:
+        """Do what the server says."""
+        for closed in out.closed:
+            self._closed(closed)
+        for name in out.lost:
+            self.ledger.write("fault", self.clock.now, what="lost", where=[name])
+        coding = 0.0
+        if out.closed:
+            down = self.plan.strategy.wan_codec("down")
+            coding = codec_time.encode_seconds(down, self.task.layout.numel, self.plan.codec_speed)
+        for name, message in out.messages:
+            self.clock.after(coding, lambda name=name, message=message: self._from_server(name, message))  # type: ignore[misc]
+        wake = self.server.next_wake()
+        if wake is not None and wake != self._wake:
+            self._wake = wake
+            self.clock.at(wake, lambda: self._wake_server(wake))
+
+    def _wake_server(self, wake: float) -> None:
+        if self.server_alive and self._wake == wake:
+            self._wake = math.inf
+            self.act(self.server.wake(self.clock.now))
+
+    def _from_server(self, name: str, message: Message) -> None:
+        if self.server_alive:
+            one = self.by_name[name]
+            self._put(self.plan.server, name, message, lambda: self._at_site(one, message))
+
+    def _at_site(self, one: SimSite, message: Message) -> None:
+        if one.alive and not one.left:
+            self._send_all(one, one.end.receive(message, self.clock.now))
+            self.boundary(one)
+
+    # -- what is written down ---------------------------------------------------------------
+
+    def _closed(self, closed: Closed) -> None:
+        self.rounds += 1
+        answer = closed.answer
+        self.ledger.write(
+            "round",
+            self.clock.now,
+            version=answer.version,
+            step=answer.step,
+            senders=closed.senders,
+            up_bytes=closed.up_bytes,
+            down_bytes=nbytes(answer),
+            base=self.server.base.digest(),
+        )
+        if self._keeps_checkpoints:
+            self._checkpoint = self.server.checkpoint()
+        if self._ema is not None:
+            self._ema.update(self.server.base.vector)
+        if answer.step >= self._next_evaluation:
+            self._next_evaluation = (answer.step // self.plan.evaluate_every + 1) * self.plan.evaluate_every
+            self.evaluate()
+
+    def restore_server(self) -> None:
+        """The server comes back with its last checkpoint."""
+        assert self._checkpoint is not None
+        self._wake = math.inf
+        self.act(self.server.restore(self._checkpoint))
+
+    @property
+    def wan_bytes(self) -> int:
+        """Over all links, both ways."""
+        return sum(sum(both) for both in self.links.bytes)
+
+    @property
+    def lan_bytes(self) -> int:
+        """In all sites."""
+        return sum(s.times.lan_bytes for s in self.sites)
+
+    def evaluate(self) -> Evaluation:
+        """The server's base now; costs no virtual time."""
+        base = self.server.base.vector
+        score = self._score(base)
+        quantized = self._quantized()
+        ema = self._score(self._ema.value()) if self._ema is not None else None
+        judged = quantized if quantized is not None and self.plan.strategy.judge == "quantized" else score
+        found = Evaluation(
+            judged.accuracy,
+            judged.loss,
+            score.accuracy,
+            quantized.accuracy if quantized is not None else None,
+            ema.accuracy if ema is not None else None,
+        )
+        self.last = found
+        self.ledger.write(
+            "evaluate",
+            self.clock.now,
+            step=self.server.base.step,
+            version=self.server.base.version,
+            accuracy=found.accuracy,
+            loss=found.loss,
+            base_accuracy=found.base,
+            quantized_accuracy=found.quantized,
+            ema_accuracy=found.ema,
+            wan_bytes=self.wan_bytes,
+            lan_bytes=self.lan_bytes,
+        )
+        self._report(found.accuracy)
+        return found
+
+    def quantized_base(self) -> Tensor | None:
+        """The base as a worker would be given it, by the first site's curvature."""
+        out, local = self.plan.strategy.weights_out, self.sites[0].local
+        if out is None or local is None:
+            return None
+        layout = self.task.layout
+        key = derive(self.plan.seed, 30, self.server.base.version)
+        payloads = out.encode(layout, self.server.base.vector, local.curvature(), out.init(layout), key)
+        return decode_flat(layout, payloads)
+
+    def _quantized(self) -> Score | None:
+        weights = self.quantized_base()
+        return None if weights is None else self._score(weights)
+
+    def _score(self, weights: Tensor) -> Score:
+        if not bool(torch.isfinite(weights).all()):
+            raise NonFiniteError(f"the base is not finite at version {self.server.base.version}")
+        return self.task.evaluate(weights)
+
+    def _report(self, accuracy: float | None) -> None:
+        if self._watch is not None:
+            step = min((s.end.step for s in self.sites if s.alive and not s.left), default=self.plan.steps)
+            if accuracy is None and self.last is not None:
+                accuracy = self.last.accuracy
+            self._watch(
+                Progress(step, self.plan.steps, self._loss, accuracy, self.clock.now, self.wan_bytes, self.lan_bytes)
+            )
+
+    def _write_end(self) -> None:
+        if self.status == "finished":
+            self.evaluate()
+        now = self.clock.now
+        for link, both in zip(self.links.links, self.links.bytes, strict=True):
+            self.ledger.write("link", now, between=list(link.between), bytes=list(both))
+        for one in self.sites:
+            times = one.times
+            self.ledger.write(
+                "site",
+                now,
+                site=one.place.name,
+                steps=one.end.step,
+                compute_seconds=times.compute,
+                codec_seconds=times.codec,
+                lan_seconds=times.lan,
+                waiting_seconds=times.waiting,
+                lan_bytes=times.lan_bytes,
+            )
+        self.ledger.write("end", now, status=self.status)

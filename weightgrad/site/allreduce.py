@@ -1,0 +1,125 @@
+"""Allreduce of a flat vector in encoded chunks, as pure steps of one rank.
+
+Reduce-scatter: rank r gets everybody's chunk r, encoded; adds them in the order of the ranks
+and divides. All-gather: it encodes that mean again, with error feedback of its own (Dryden et
+al., 2016), and everybody decodes the same payloads, so all ranks hold the same bits. Each rank
+sends and receives about two encoded vectors, whatever the number of ranks.
+
+    payloads = mine.encode_chunks(vector, step)     # payload i goes to rank i
+    reduced = mine.reduce(received, step)           # received in the order of the ranks; goes to all
+    mean = mine.gather(everyones)                   # in the order of the ranks
+
+What is lost on the way to the ranks is kept only by a codec with error feedback, such as
+ef(qsgd(bits=4)); then the sum of all results and of what is held back is the sum of the means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Codec, Dgc, ErrorFeedback, Fp32, Payload, State, decode, decode_add
+from weightgrad.codecs.codec import flat32, require_finite
+from weightgrad.errors import ProtocolError, StrategyError
+from weightgrad.kernels import derive
+from weightgrad.site.fit import restored
+
+
+class QuantizedAllreduce:
+    """One rank's state. `key` must differ from rank to rank: derive(seed, rank).
+
+    The mean is encoded by ef(codec) if the codec keeps no error itself. Codecs see chunks,
+    which are vectors: what works by rows or columns has none here.
+    """
+
+    def __init__(self, size: int, numel: int, codec: Codec, key: int, *, device: torch.device | str = "cpu") -> None:
+        if size < 1 or numel < 0:
+            raise StrategyError(f"an allreduce of {numel} elements over {size} ranks; there must be a rank")
+        if isinstance(codec, Dgc) and codec.momentum:
+            raise StrategyError(f"{codec}: momentum would count twice in an allreduce; use momentum=0.0 or ef(topk())")
+        self._numel = numel
+        self._key = key
+        self._cuts = [rank * numel // size for rank in range(size + 1)]
+        self._codec = codec
+        self._mean_codec = codec if codec.carries_error or isinstance(codec, Fp32) else ErrorFeedback(codec)
+        self._device = torch.device(device)
+        self._states = [codec.init(torch.empty(n, device=device)) for n in self._sizes()]
+        self._mean_state: State = {}
+        self._mean_numel = -1  # of this rank's own chunk, once it has seen one
+
+    def _sizes(self) -> list[int]:
+        return [stop - start for start, stop in pairwise(self._cuts)]
+
+    def encode_chunks(self, vector: Tensor, step: int) -> list[Payload]:
+        """One payload for each rank: payload i is chunk i of this rank's vector."""
+        if tuple(vector.shape) != (self._numel,):
+            raise StrategyError(f"a vector of shape {list(vector.shape)}, expected {self._numel} elements; flatten it")
+        require_finite(flat32(vector))
+        payloads = []
+        for place, (start, stop) in enumerate(pairwise(self._cuts)):
+            key = derive(self._key, step, place)
+            payload, self._states[place] = self._codec.encode(vector[start:stop], self._states[place], key)
+            payloads.append(payload)
+        return payloads
+
+    def reduce(self, own_chunks: Sequence[Payload], step: int) -> Payload:
+        """The mean of everybody's chunk for this rank, encoded; they come in the order of the ranks."""
+        self._check_count(own_chunks)
+        numel = own_chunks[0].numel
+        known = [self._mean_numel] if self._mean_numel >= 0 else self._sizes()
+        wrong = [list(payload.shape) for payload in own_chunks if payload.shape != (numel,)]
+        if wrong or numel not in known:
+            shapes = wrong or [[numel]]
+            raise ProtocolError(f"a chunk of shape {shapes[0]}, expected {max(known)} elements; ranks must agree on it")
+        total = torch.empty(numel, dtype=torch.float32, device=self._device)
+        decode(own_chunks[0], out=total)
+        for payload in own_chunks[1:]:
+            decode_add(payload, total)
+        if len(own_chunks) > 1:
+            total /= len(own_chunks)
+        if self._mean_numel < 0:
+            self._mean_numel, self._mean_state = numel, self._mean_codec.init(total)
+        key = derive(self._key, step, len(own_chunks))
+        payload, self._mean_state = self._mean_codec.encode(total, self._mean_state, key)
+        return payload
+
+    def gather(self, reduced: Sequence[Payload]) -> Tensor:
+        """The flat mean, the same on all ranks, from all reduced chunks in the order of the ranks."""
+        self._check_count(reduced)
+        out = torch.empty(self._numel, dtype=torch.float32, device=self._device)
+        for payload, (start, stop) in zip(reduced, pairwise(self._cuts), strict=True):
+            if payload.shape != (stop - start,):
+                raise ProtocolError(
+                    f"a reduced chunk of shape {list(payload.shape)}, expected {stop - start} elements; "
+                    "give them in the order of the ranks"
+                )
+            decode(payload, out=out[start:stop])
+        return out
+
+    def _check_count(self, payloads: Sequence[Payload]) -> None:
+        if len(payloads) != len(self._states):
+            raise ProtocolError(f"{len(payloads)} payloads for {len(self._states)} ranks; give one of each rank")
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all it remembers."""
+        return {name: tensor.clone() for name, tensor in self._present().items()}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave."""
+        numel = int(saved.get("mean_numel", torch.tensor(-1)))
+        fresh = self._mean_codec.init(torch.empty(numel, device=self._device)) if numel in self._sizes() else {}
+        good = restored("QuantizedAllreduce", self._present(fresh), saved)
+        for place, state in enumerate(self._states):
+            self._states[place] = {name: good[f"chunk {place}/{name}"] for name in state}
+        self._mean_state = {name: good[f"mean/{name}"] for name in fresh}
+        self._mean_numel = numel
+
+    def _present(self, mean_state: State | None = None) -> dict[str, Tensor]:
+        found = {"mean_numel": torch.tensor(self._mean_numel, dtype=torch.int64)}
+        for place, state in enumerate(self._states):
+            found |= {f"chunk {place}/{name}": tensor for name, tensor in state.items()}
+        mean_state = self._mean_state if mean_state is None else mean_state
+        return found | {f"mean/{name}": tensor for name, tensor in mean_state.items()}

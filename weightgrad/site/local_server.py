@@ -1,0 +1,257 @@
+"""The local server's half of a site: gradients in, one optimizer, weights out.
+
+The master weights are one flat vector that belongs to the caller and is moved in place. After
+a step (and after the caller moved them, say by a round over the WAN) `released()` encodes them
+for the workers; `working_weights()` is what the workers then compute on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Payload, decode, decode_add
+from weightgrad.errors import ProtocolError, StateError, StrategyError
+from weightgrad.kernels import derive
+from weightgrad.site.average import ParameterAverage
+from weightgrad.site.fit import require_flat, require_payloads, restored
+from weightgrad.site.layout import Layout
+from weightgrad.site.optimizers import attach, build, load_state_tensors, parameters_of, set_rate, state_tensors
+from weightgrad.site.weights import WeightsOut, decode_flat
+
+_EPS = 1e-8  # Adam's
+
+
+class Combiner:
+    """The mean of any number of gradients in the memory of one."""
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+        self._layout = layout
+        self._sum = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self._views = layout.views(self._sum)
+        self._count = 0
+        self._spoiled = False
+
+    @property
+    def count(self) -> int:
+        """Gradients added since the last mean."""
+        return self._count
+
+    def add(self, payloads: Sequence[Payload]) -> None:
+        """Add an encoded gradient. After a DecodeError the sum is spoiled: `reset`."""
+        require_payloads(self._layout, payloads)
+        self._spoiled = True
+        for payload, view in zip(payloads, self._views, strict=True):
+            if self._count:
+                decode_add(payload, view)
+            else:  # not 0 + x, which would make +0 of -0
+                decode(payload, out=view)
+        self._spoiled = False
+        self._count += 1
+
+    def add_plain(self, gradient: Tensor) -> None:
+        """Add a gradient as it is."""
+        require_flat(self._layout, gradient, "flat gradient")
+        if self._count:
+            self._sum += gradient
+        else:
+            self._sum.copy_(gradient)
+        self._count += 1
+
+    def mean(self, out: Tensor | None = None) -> Tensor:
+        """The sum, in the order of the calls, over their number; then it starts anew."""
+        if self._spoiled:
+            raise ProtocolError("a gradient could not be decoded and is half added; reset() and add the others again")
+        if not self._count:
+            raise ProtocolError("there is no mean of no gradients; add one first")
+        count, self._count = self._count, 0
+        if out is None:
+            out = torch.empty_like(self._sum)
+        return out.copy_(self._sum) if count == 1 else torch.div(self._sum, count, out=out)
+
+    def reset(self) -> None:
+        """Forget what was added."""
+        self._count, self._spoiled = 0, False
+
+
+class LocalServer:
+    """Master weights, optimizer, curvature, and what goes out to the workers.
+
+    `combine` is "mean" (one optimizer step with the mean gradient) or "serial" (one step for
+    each gradient, in order). A serial step has the rate lr * serial_scale; None is 1/n for n
+    gradients, so that plain SGD goes as far as with the mean. `key` is for weight codecs that
+    round at random. `ema` is the decay of the master weights' moving average.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: Tensor,
+        optimizer: tuple[str, Mapping[str, Any]],
+        *,
+        combine: str = "mean",
+        weights_out: WeightsOut | None = None,
+        ema: float | None = None,
+        serial_scale: float | None = None,
+        key: int = 0,
+    ) -> None:
+        if combine not in ("mean", "serial"):
+            raise StrategyError(f"combine={combine!r}; choose 'mean' or 'serial'")
+        if serial_scale is not None and (combine != "serial" or not serial_scale > 0):
+            raise StrategyError(f"serial_scale={serial_scale!r} must be above 0, and is for combine='serial' only")
+        self._layout = layout
+        self._weights = weights
+        self._combine = combine
+        self._serial_scale = serial_scale
+        self._key = key
+        parameters = parameters_of(layout, weights)
+        name, options = optimizer
+        self._optimizer = build(name, parameters, options)
+        self._gradient = torch.zeros_like(weights)
+        attach(parameters, layout, self._gradient)
+        self._combiner = Combiner(layout, weights.device)
+        self._average = None if ema is None else ParameterAverage(weights, ema)
+        self._out = weights_out
+        self._states = [] if weights_out is None else weights_out.init(layout, weights.device)
+        loss_aware = weights_out is not None and weights_out.loss_aware
+        self._moment = torch.zeros_like(weights) if loss_aware else None
+        self._moments = 0  # gradients in the second moment
+        self._releases = 0
+        self._working = weights if weights_out is None else torch.zeros_like(weights)
+        self._undecoded: tuple[Payload, ...] | None = None
+        self._fresh = False  # a release since the last step
+
+    def step(self, gradients: Iterable[Sequence[Payload] | Tensor], lr: float) -> Tensor:
+        """Move the master weights by the workers' gradients; returns their mean, flat.
+
+        Gradients are taken one at a time and in order (unless "serial" must know their number),
+        so memory does not grow with workers. The returned tensor is the server's own and is
+        overwritten by the next step. Should a payload not decode, a mean step has not happened; a
+        serial one has, for the gradients before it.
+        """
+        self._combiner.reset()
+        if self._combine == "serial":
+            self._serial(gradients, lr)
+            self._combiner.mean(out=self._gradient)
+        else:
+            for gradient in gradients:
+                if isinstance(gradient, Tensor):
+                    self._combiner.add_plain(gradient)
+                else:
+                    self._combiner.add(gradient)
+            self._combiner.mean(out=self._gradient)
+            self._apply(lr)
+        if self._average is not None:
+            self._average.update(self._weights)
+        return self._gradient
+
+    def _serial(self, gradients: Iterable[Sequence[Payload] | Tensor], lr: float) -> None:
+        scale = self._serial_scale
+        if scale is None:
+            gradients = list(gradients)
+            scale = 1 / max(1, len(gradients))
+        for gradient in gradients:
+            if isinstance(gradient, Tensor):
+                require_flat(self._layout, gradient, "flat gradient")
+                self._gradient.copy_(gradient)
+            else:
+                decode_flat(self._layout, gradient, self._gradient)
+            self._combiner.add_plain(self._gradient)
+            self._apply(lr * scale)
+
+    def _apply(self, lr: float) -> None:
+        self._fresh = False
+        set_rate(self._optimizer, lr)
+        self._optimizer.step()
+        if self._moment is not None and self._out is not None:
+            beta2 = self._out.beta2
+            self._moment.mul_(beta2).addcmul_(self._gradient, self._gradient, value=1 - beta2)
+            self._moments += 1
+
+    def master(self) -> Tensor:
+        """The full-precision weights: the caller's own vector."""
+        return self._weights
+
+    def average(self) -> Tensor | None:
+        """The moving average of the master weights, if there is one."""
+        return None if self._average is None else self._average.value()
+
+    def curvature(self) -> Tensor | None:
+        """D = sqrt(v) + 1e-8, v without its bias towards the zero it started from. None: every D is 1.
+
+        v is the running second moment of the gradients the optimizer stepped with, as they were
+        decoded. There is none before the first step, nor for codecs that do not ask for it.
+        """
+        if self._moment is None or self._out is None or not self._moments:
+            return None
+        correction = 1 - self._out.beta2**self._moments
+        return torch.div(self._moment, correction).sqrt_().add_(_EPS)
+
+    def released(self) -> tuple[Payload, ...] | None:
+        """The master weights as they are now, encoded for the workers; None when they go as they are.
+
+        Every call is a new release: it draws new noise and advances the codec's error feedback.
+        """
+        if self._out is None:
+            return None
+        key = derive(self._key, self._releases)
+        payloads = self._out.encode(self._layout, self._weights, self.curvature(), self._states, key)
+        self._releases += 1
+        self._undecoded, self._fresh = payloads, True
+        return payloads
+
+    def working_weights(self) -> Tensor:
+        """What the workers compute on, flat: the last release since a step, decoded, or the master itself.
+
+        Releases by itself if there was none since the last step. Not to be written to; the next
+        release overwrites it.
+        """
+        if self._out is None:
+            return self._weights
+        if not self._fresh:
+            self.released()
+        if self._undecoded is not None:
+            decode_flat(self._layout, self._undecoded, self._working)
+            self._undecoded = None
+        return self._working
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all it remembers but the master weights, which are the caller's."""
+        found = {f"optimizer/{name}": tensor for name, tensor in state_tensors(self._optimizer).items()}
+        if self._fresh:
+            found["working"] = self.working_weights().clone()
+        return found | {name: tensor.clone() for name, tensor in self._present().items()}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave; the caller puts back the master weights."""
+        own = {name: tensor for name, tensor in saved.items() if not name.startswith("optimizer/")}
+        working = own.pop("working", None)
+        if working is not None and self._out is None:
+            raise StateError("LocalServer: a saved state of a server with quantized weights; this one sends them whole")
+        present = self._present() | ({} if working is None else {"working": self._working})
+        good = restored("LocalServer", present, own | ({} if working is None else {"working": working}))
+        optimizer = {k.removeprefix("optimizer/"): v for k, v in saved.items() if k.startswith("optimizer/")}
+        load_state_tensors(self._optimizer, optimizer)
+        self._moments, self._releases = (int(one) for one in good["counts"])
+        if self._moment is not None:
+            self._moment = good["moment"]
+        if self._average is not None:
+            self._average.load({name: good[f"average/{name}"] for name in ("value", "updates")})
+        for slot, state in zip(self._layout.slots, self._states, strict=False):
+            state |= {name: good[f"{slot.name}/{name}"] for name in state}
+        if working is not None:
+            self._working = good["working"]
+        self._undecoded, self._fresh = None, working is not None
+
+    def _present(self) -> dict[str, Tensor]:
+        found = {"counts": torch.tensor([self._moments, self._releases], dtype=torch.int64)}
+        if self._moment is not None:
+            found["moment"] = self._moment
+        if self._average is not None:
+            found |= {f"average/{name}": tensor for name, tensor in self._average.state().items()}
+        for slot, state in zip(self._layout.slots, self._states, strict=False):
+            found |= {f"{slot.name}/{name}": tensor for name, tensor in state.items()}
+        return found

@@ -1,0 +1,141 @@
+"""The optimizers of a site: torch's own, and LARS, moving one flat vector in place.
+
+Every slot of the layout is a parameter that shares memory with the flat weights, and its
+gradient is a view of the flat gradient. So `optimizer.step()` is exactly what PyTorch does to
+the module, and what leaves the site is the flat vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weightgrad.errors import StateError, StrategyError
+from weightgrad.site.fit import require_flat, restored
+from weightgrad.site.lars import Lars
+from weightgrad.site.layout import Layout
+
+_SWITCHES = {"nesterov", "amsgrad", "adapt_vectors"}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    make: Callable[..., Optimizer]
+    options: tuple[str, ...]
+    state: tuple[str, ...]  # of every parameter, once there was a step
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_KINDS = {
+    "adadelta": _Kind(torch.optim.Adadelta, ("lr", "rho", "eps", "weight_decay"), ("step", "square_avg", "acc_delta")),
+    "adagrad": _Kind(
+        torch.optim.Adagrad, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"), ("step", "sum")
+    ),
+    "adam": _Kind(torch.optim.Adam, _ADAM, _MOMENTS),
+    "adamw": _Kind(torch.optim.AdamW, _ADAM, _MOMENTS),
+    "lars": _Kind(Lars, ("lr", "momentum", "weight_decay", "trust", "eps", "adapt_vectors"), ("momentum_buffer",)),
+    "sgd": _Kind(torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov"), ("momentum_buffer",)),
+}
+
+OPTIMIZERS: tuple[str, ...] = tuple(_KINDS)
+"""Names that `build` knows."""
+
+
+def build(name: str, parameters: list[nn.Parameter], options: Mapping[str, Any]) -> Optimizer:
+    """The optimizer of that name; options are those of torch, with torch's defaults."""
+    if name not in _KINDS:
+        raise StrategyError(f"no optimizer {name!r}; there are {', '.join(OPTIMIZERS)}")
+    kind = _KINDS[name]
+    for option, value in options.items():
+        if option not in kind.options:
+            raise StrategyError(f"{name}: no option {option!r}; there are {', '.join(kind.options)}")
+        _check_value(name, option, value)
+    given = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    try:
+        return kind.make(parameters, **given)
+    except (TypeError, ValueError) as error:
+        raise StrategyError(f"{name}: {error}") from error
+
+
+def _check_value(name: str, option: str, value: object) -> None:
+    if option in _SWITCHES:
+        good, wanted = isinstance(value, bool), "true or false"
+    elif option == "betas":
+        good = isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_number(one) for one in value)
+        wanted = "two numbers"
+    else:
+        good, wanted = _is_number(value), "a finite number (in YAML write 1.0e-3, not 1e-3)"
+    if not good:
+        raise StrategyError(f"{name}: {option}={value!r} must be {wanted}")
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def parameters_of(layout: Layout, flat: Tensor) -> list[nn.Parameter]:
+    """One parameter a slot, sharing memory with the flat vector: a step moves the vector itself."""
+    require_flat(layout, flat, "flat weights")
+    return [nn.Parameter(view) for view in layout.views(flat.detach())]
+
+
+def attach(parameters: Sequence[nn.Parameter], layout: Layout, gradient: Tensor) -> None:
+    """Make every parameter's gradient a view of the flat one. Once is enough if the same vector is refilled."""
+    require_flat(layout, gradient, "flat gradient")
+    for parameter, view in zip(parameters, layout.views(gradient), strict=True):
+        parameter.grad = view
+
+
+def set_rate(optimizer: Optimizer, lr: float) -> None:
+    """The learning rate of the next steps."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of all the optimizer remembers, as `<place of the parameter>.<name>`; rates are not part of it."""
+    found = {}
+    for place, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{place}.{name}"] = value.detach().clone()
+            elif value is not None:
+                raise StateError(f"{type(optimizer).__name__} keeps {name}={value!r}, which is no tensor")
+    return found
+
+
+def load_state_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Take back what `state_tensors` gave; nothing at all is the state before the first step."""
+    parameters = _parameters(optimizer)
+    if not tensors and not isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state.clear()
+        return
+    names = _state_names(optimizer)
+    present = {}
+    for place, parameter in enumerate(parameters):
+        for name in names:
+            like = torch.zeros((), dtype=torch.float32) if name == "step" else parameter.detach()
+            present[f"{place}.{name}"] = like
+    good = restored(type(optimizer).__name__, present, tensors)
+    optimizer.state.clear()
+    for place, parameter in enumerate(parameters):
+        optimizer.state[parameter] = {name: good[f"{place}.{name}"] for name in names}
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _state_names(optimizer: Optimizer) -> tuple[str, ...]:
+    (kind,) = [kind for kind in _KINDS.values() if kind.make is type(optimizer)]
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
+        return ()
+    extra = ("max_exp_avg_sq",) if optimizer.defaults.get("amsgrad") else ()
+    return kind.state + extra

@@ -1,0 +1,116 @@
+"""The weights that go out to the workers: few bits where it costs little, exact where it costs much.
+
+The local server keeps full-precision master weights; the workers compute on what is encoded
+here. Loss-aware codecs (Hou & Kwok) get the curvature D = sqrt(v) + 1e-8, with v the running
+second moment of the decoded gradients. By default these stay exact: vectors and scalars (biases
+and norms: few bytes, much harm) and the first and the last matrix of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Codec, Fp32, LossAware, Payload, State, decode
+from weightgrad.errors import EncodeError, StrategyError
+from weightgrad.kernels import derive
+from weightgrad.site.fit import require_flat, require_payloads
+from weightgrad.site.layout import Layout, Slot
+
+
+@dataclass(frozen=True)
+class WeightsOut:
+    """How weights are encoded for the workers.
+
+    `exempt` is "default" (see above) or names of slots, with * and ? as in file names; they go
+    as `exempt_codec`. `beta2` is the decay of the second moment.
+    """
+
+    codec: Codec
+    exempt: Sequence[str] | str = "default"
+    beta2: float = 0.999
+    exempt_codec: Codec = field(default_factory=Fp32)
+
+    def __post_init__(self) -> None:
+        for name in ("codec", "exempt_codec"):
+            value = getattr(self, name)
+            if not isinstance(value, Codec):
+                raise StrategyError(f"weights out: {name}={value!r} is no codec; make one with codecs.parse")
+        if isinstance(self.exempt, str) and self.exempt != "default":
+            raise StrategyError(f"weights out: exempt={self.exempt!r} must be 'default' or a list of names of slots")
+        if not isinstance(self.exempt, str):
+            object.__setattr__(self, "exempt", tuple(self.exempt))
+        if not 0 <= self.beta2 < 1:
+            raise StrategyError(f"weights out: beta2={self.beta2!r} must be at least 0 and below 1")
+
+    @property
+    def loss_aware(self) -> bool:
+        """Whether the codec asks for the curvature."""
+        return isinstance(self.codec, LossAware)
+
+    def exempt_slots(self, layout: Layout) -> frozenset[int]:
+        """Places of the slots that go as `exempt_codec`."""
+        if isinstance(self.exempt, str):
+            large = [place for place, slot in enumerate(layout.slots) if len(slot.shape) >= 2]
+            small = [place for place, slot in enumerate(layout.slots) if len(slot.shape) < 2]
+            return frozenset(small + large[:1] + large[-1:])
+        chosen = set()
+        for pattern in self.exempt:
+            found = {place for place, slot in enumerate(layout.slots) if fnmatchcase(slot.name, pattern)}
+            if not found:
+                names = ", ".join(slot.name for slot in layout.slots)
+                raise StrategyError(f"weights out: exempt {pattern!r} is none of the slots {names}")
+            chosen |= found
+        return frozenset(chosen)
+
+    def codecs(self, layout: Layout) -> list[Codec]:
+        """The codec of each slot."""
+        exempt = self.exempt_slots(layout)
+        return [self.exempt_codec if place in exempt else self.codec for place in range(len(layout.slots))]
+
+    def init(self, layout: Layout, device: torch.device | str = "cpu") -> list[State]:
+        """Fresh states, one a slot."""
+        likes = [torch.empty(slot.shape, device=device) for slot in layout.slots]
+        return [codec.init(like) for codec, like in zip(self.codecs(layout), likes, strict=True)]
+
+    def encode(
+        self, layout: Layout, weights: Tensor, curvature: Tensor | None, states: list[State], key: int
+    ) -> tuple[Payload, ...]:
+        """One payload a slot. `curvature` is D, flat; None is D = 1. `states` are replaced in their list."""
+        require_flat(layout, weights, "flat weights")
+        if curvature is not None:
+            require_flat(layout, curvature, "flat curvature")
+        payloads = []
+        for place, (slot, codec) in enumerate(zip(layout.slots, self.codecs(layout), strict=True)):
+            own = derive(key, place)
+            try:
+                if isinstance(codec, LossAware) and curvature is not None:
+                    payload, state = codec.encode(slot.of(weights), states[place], own, curvature=slot.of(curvature))
+                else:
+                    payload, state = codec.encode(slot.of(weights), states[place], own)
+            except EncodeError as error:
+                raise named(slot, error) from error
+            states[place] = state
+            payloads.append(payload)
+        return tuple(payloads)
+
+
+def decode_flat(layout: Layout, payloads: Sequence[Payload], out: Tensor | None = None) -> Tensor:
+    """The flat vector that one payload a slot stands for; in `out` if given."""
+    require_payloads(layout, payloads)
+    if out is None:
+        device = payloads[0].body.device if payloads else torch.device("cpu")
+        out = torch.empty(layout.numel, dtype=torch.float32, device=device)
+    require_flat(layout, out, "out")
+    for payload, view in zip(payloads, layout.views(out), strict=True):
+        decode(payload, out=view)
+    return out
+
+
+def named(slot: Slot, error: EncodeError) -> EncodeError:
+    """The same error, saying in which slot."""
+    return type(error)(f"{slot.name}: {error}")

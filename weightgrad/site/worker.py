@@ -1,0 +1,110 @@
+"""The worker's half of a site: its flat gradient becomes one payload a slot.
+
+In this order: each tensor is clipped to an L2 norm of at most `clip_norm`; momentum correction
+u = momentum*u + g replaces the gradient (Deep Gradient Compression: the momentum must be
+inside what is compressed, so the local server's optimizer then has none); the codec encodes,
+with the states that it keeps for each slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Codec, Dgc, Payload
+from weightgrad.codecs.codec import require_finite
+from weightgrad.errors import EncodeError, NonFiniteError, StrategyError
+from weightgrad.kernels import derive
+from weightgrad.site.fit import require_flat, restored
+from weightgrad.site.layout import Layout
+from weightgrad.site.weights import named
+
+
+class GradientEncoder:
+    """Encodes one worker's gradients. `key` must differ from worker to worker, or their noise is the same."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        codec: Codec,
+        key: int,
+        *,
+        clip_norm: float | None = None,
+        momentum: float = 0.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise StrategyError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping")
+        if not 0 <= momentum < 1:
+            raise StrategyError(f"momentum={momentum!r} must be at least 0 and below 1")
+        if momentum and isinstance(codec, Dgc) and codec.momentum:
+            raise StrategyError(f"{codec} has its own momentum correction; leave the worker's momentum at 0")
+        self._layout = layout
+        self._codec = codec
+        self._key = key
+        self._clip_norm = clip_norm
+        self._momentum = momentum
+        self._states = [codec.init(torch.empty(slot.shape, device=device)) for slot in layout.slots]
+        self._velocity = torch.zeros(layout.numel, dtype=torch.float32, device=device) if momentum else None
+
+    def encode(self, gradient: Tensor, step: int) -> tuple[Payload, ...]:
+        """One payload a slot; the gradient stays as it is.
+
+        A NaN or Inf in the gradient is a NonFiniteError before anything else happened: the step
+        may be skipped. Any other EncodeError leaves the slots before it encoded, and their error
+        feedback believes them sent: go back to the last saved state.
+        """
+        require_flat(self._layout, gradient, "flat gradient")
+        self._require_finite(gradient)
+        payloads = []
+        for place, slot in enumerate(self._layout.slots):
+            corrected = self._correct(place, gradient)
+            try:
+                payload, state = self._codec.encode(corrected, self._states[place], derive(self._key, step, place))
+            except EncodeError as error:
+                raise named(slot, error) from error
+            self._states[place] = state
+            payloads.append(payload)
+        return tuple(payloads)
+
+    def _correct(self, place: int, gradient: Tensor) -> Tensor:
+        slot = self._layout.slots[place]
+        own = slot.of(gradient)
+        factor = 1.0
+        if self._clip_norm is not None:
+            norm = float(torch.linalg.vector_norm(own))
+            factor = self._clip_norm / norm if norm > self._clip_norm else 1.0
+        if self._velocity is not None:
+            return slot.of(self._velocity).mul_(self._momentum).add_(own, alpha=factor)
+        return own if factor == 1.0 else own * factor
+
+    def _require_finite(self, gradient: Tensor) -> None:
+        try:
+            require_finite(gradient)
+        except NonFiniteError:
+            for slot in self._layout.slots:
+                try:
+                    require_finite(gradient[slot.start : slot.stop])
+                except NonFiniteError as error:
+                    raise named(slot, error) from None
+            raise
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all it remembers: `velocity`, and `<slot>/<name>` of the codec's states."""
+        return {name: tensor.clone() for name, tensor in self._present().items()}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave."""
+        good = restored(f"GradientEncoder({self._codec})", self._present(), saved)
+        if self._velocity is not None:
+            self._velocity = good["velocity"]
+        for place, slot in enumerate(self._layout.slots):
+            self._states[place] = {name: good[f"{slot.name}/{name}"] for name in self._states[place]}
+
+    def _present(self) -> dict[str, Tensor]:
+        found = {} if self._velocity is None else {"velocity": self._velocity}
+        for slot, state in zip(self._layout.slots, self._states, strict=True):
+            found |= {f"{slot.name}/{name}": tensor for name, tensor in state.items()}
+        return found

@@ -1,0 +1,336 @@
+"""The parts of a recipe: which keys there are, what each may hold, what it holds when left out.
+
+A field's description is what an error message offers as allowed. Quantities are kept in bit/s and
+seconds, whatever unit they were written in. A part is checked when it is made and never changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
+
+from weightgrad import units
+from weightgrad.train.recipe_document import Mistake, MistakesError, show_value
+from weightgrad.train.recipe_values import (
+    BitRate,
+    Duration,
+    Number,
+    Pair,
+    Part,
+    Seconds,
+    SiteName,
+    StepTime,
+    Text,
+    Whole,
+    YesNo,
+)
+
+SITE_LIMIT = 10_000
+
+
+def _word_or_mapping(value: object) -> str:
+    return "<mapping>" if isinstance(value, (dict, BaseModel)) else "<word>"
+
+
+class Dirichlet(Part):
+    """Label skew: the smaller alpha, the more a site has of few labels."""
+
+    dirichlet: Number = Field(gt=0, description="alpha, a number above 0; 0.1 is very skewed, 100 hardly")
+
+
+class Data(Part):
+    """Which samples, and who has which of them."""
+
+    name: Text = Field(description="the name of a data set, e.g. digits")
+    shards: Annotated[
+        Annotated[Literal["iid", "folders"], Tag("<word>")] | Annotated[Dirichlet, Tag("<mapping>")],
+        Discriminator(_word_or_mapping),
+    ] = Field(default="iid", description="iid, folders or {dirichlet: 0.5}")
+    augment: YesNo = Field(default=False, description="true or false")
+    directory: Text | None = Field(default=None, description="a path, or null for where `data fetch` puts it")
+    limit: Whole | None = Field(default=None, ge=1, description="a whole number from 1, or null for all")
+
+
+class Model(Part):
+    """Which network."""
+
+    name: Text = Field(description="the name of a model, e.g. lenet-digits")
+    options: dict[str, Any] = Field(default={}, description="a mapping of the model's own options")
+
+
+class Optimizer(Part):
+    """A torch.optim optimizer, or lars."""
+
+    name: Literal["sgd", "adam", "adamw", "adagrad", "adadelta", "lars"] = Field(
+        default="sgd", description="sgd, adam, adamw, adagrad, adadelta or lars"
+    )
+    lr: Number = Field(gt=0, description="a number above 0")
+    momentum: Number = Field(default=0.0, ge=0, lt=1, description="a number from 0 to below 1; sgd and lars only")
+    weight_decay: Number = Field(default=0.0, ge=0, description="a number from 0")
+    nesterov: YesNo = Field(default=False, description="true or false; sgd with momentum only")
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] | None = Field(
+        default=None, description="[beta1, beta2], each from 0 to below 1; adam and adamw only; null for torch's"
+    )
+    eps: Number | None = Field(default=None, gt=0, description="a number above 0; not for sgd; null for torch's")
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Optimizer:
+        unfit = {
+            "momentum": self.momentum != 0 and self.name not in ("sgd", "lars"),
+            "nesterov": self.nesterov and (self.name != "sgd" or self.momentum == 0),
+            "betas": self.betas is not None and self.name not in ("adam", "adamw"),
+            "eps": self.eps is not None and self.name == "sgd",
+        }
+        _refuse(self, [key for key, wrong in unfit.items() if wrong], f"does not go with {self.name}")
+        return self
+
+
+class Decay(Part):
+    """The learning rate is multiplied by `decay` at each of the steps in `at`."""
+
+    decay: Number = Field(gt=0, lt=1, description="a number between 0 and 1")
+    at: tuple[Annotated[Whole, Field(ge=1)], ...] = Field(min_length=1, description="a list of ascending steps from 1")
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Decay:
+        if list(self.at) != sorted(set(self.at)):
+            raise MistakesError([Mistake(("at",), f"found {list(self.at)}; wanted ascending steps")])
+        return self
+
+
+class Training(Part):
+    """How long, how much at a time, and by which rule."""
+
+    steps: Whole = Field(ge=1, description="a whole number from 1")
+    batch: Whole = Field(ge=1, description="samples a step over all workers of all sites, a multiple of their number")
+    optimizer: Optimizer = Field(description="a mapping, e.g. {name: sgd, lr: 0.05, momentum: 0.9}")
+    schedule: Annotated[
+        Annotated[Literal["constant", "cosine"], Tag("<word>")] | Annotated[Decay, Tag("<mapping>")],
+        Discriminator(_word_or_mapping),
+    ] = Field(default="constant", description="constant, cosine or {decay: 0.1, at: [500, 1000]}")
+    warmup: Whole = Field(default=0, ge=0, description="steps in which the learning rate rises, a whole number from 0")
+    evaluate_every: Whole = Field(default=100, ge=1, description="a whole number of steps from 1")
+    evaluate_on: Whole | None = Field(
+        default=None, ge=1, description="a number of test samples from 1, or null for all"
+    )
+    ema: Number | None = Field(default=None, ge=0, lt=1, description="a decay from 0 to below 1, e.g. 0.999, or null")
+    clip_norm: Number | None = Field(default=None, gt=0, description="a norm per layer above 0, or null")
+    target: Number | None = Field(default=None, gt=0, le=1, description="an accuracy above 0, at most 1, or null")
+
+
+class Server(Part):
+    """The global server."""
+
+    name: SiteName = Field(description="a name that no site has, e.g. ohio")
+    bandwidth_bit_s: BitRate | None = Field(
+        default=None, alias="bandwidth", description="a bit rate, e.g. 1 Gbit/s, or null for unlimited"
+    )
+
+
+class Lan(Part):
+    """The network inside a site."""
+
+    bandwidth_bit_s: BitRate = Field(default=1e9, alias="bandwidth", description="a bit rate, e.g. 900 Mbit/s")
+    delay_seconds: Seconds = Field(default=1e-4, alias="delay", description="a time one way, e.g. 0.1 ms")
+
+
+class SiteLan(Part):
+    """What is different in one site's network."""
+
+    bandwidth_bit_s: BitRate | None = Field(default=None, alias="bandwidth", description="a bit rate, e.g. 900 Mbit/s")
+    delay_seconds: Seconds | None = Field(default=None, alias="delay", description="a time one way, e.g. 0.1 ms")
+
+
+class SiteCompute(Part):
+    """What is different in one site's speed."""
+
+    seconds_per_step: StepTime | None = Field(default=None, description="a time above 0, e.g. 30 ms, or calibrate")
+    jitter: Number | None = Field(default=None, ge=0, lt=1, description="a number from 0 to below 1")
+
+
+class SiteEntry(Part):
+    """A site, or with `count` several that differ in a number only."""
+
+    name: SiteName = Field(description="a name, e.g. virginia, or with count a template, e.g. edge-{}")
+    count: Whole | None = Field(
+        default=None, ge=1, le=SITE_LIMIT, description=f"with a template: how many, 1 to {SITE_LIMIT}"
+    )
+    workers: Whole = Field(ge=1, le=SITE_LIMIT, description=f"a whole number from 1 to {SITE_LIMIT}")
+    lan: SiteLan | None = Field(default=None, description="a mapping with what differs from the recipe's lan")
+    compute: SiteCompute | None = Field(default=None, description="a mapping with what differs from compute")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every site this entry stands for: edge-1, edge-2, and so on."""
+        if self.count is None:
+            return (self.name,)
+        return tuple(self.name.replace("{}", str(number)) for number in range(1, self.count + 1))
+
+    @model_validator(mode="after")
+    def _template_has_a_count(self) -> SiteEntry:
+        if (self.count is None) == ("{}" in self.name):
+            raise MistakesError([Mistake(("name",), f"found {self.name!r}; count and '{{}}' in the name go together")])
+        return self
+
+
+class LinkEntry(Part):
+    """A link over the WAN, the same in both directions; with a template, one a site."""
+
+    between: Pair = Field(description="two names of sites or the server, e.g. [ohio, virginia]")
+    bandwidth_bit_s: BitRate | None = Field(default=None, alias="bandwidth", description="a bit rate, e.g. 90 Mbit/s")
+    delay_seconds: Seconds = Field(alias="delay", description="a time one way, e.g. 31 ms")
+    loss: Number = Field(default=0.0, ge=0, lt=1, description="a fraction of packets from 0 to below 1")
+    trace: tuple[tuple[Seconds, BitRate], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="a list of [time, bit rate] from 0 s on, e.g. [[0 s, 100 Mbit/s], [60 s, 20 Mbit/s]], or null",
+    )
+
+    @model_validator(mode="after")
+    def _one_bandwidth(self) -> LinkEntry:
+        found = []
+        if self.bandwidth_bit_s is None and self.trace is None:
+            found.append(Mistake(("bandwidth",), "missing; wanted a bit rate, e.g. 90 Mbit/s, or a trace"))
+        if self.bandwidth_bit_s is not None and self.trace is not None:
+            found.append(Mistake(("trace",), "a link has a bandwidth or a trace, not both"))
+        times = [time for time, _ in self.trace or ((0.0, 1.0),)]
+        if times[0] != 0 or any(later <= sooner for sooner, later in pairwise(times)):
+            shown = ", ".join(map(units.show_seconds, times[:6]))
+            found.append(Mistake(("trace",), f"times must ascend from 0 s, found {shown}"))
+        if found:
+            raise MistakesError(found)
+        return self
+
+
+class Straggler(Part):
+    """Workers that are slower: always, or at each step with a probability."""
+
+    site: SiteName | None = Field(default=None, description="the name or template of a site, or null for all")
+    worker: Whole | None = Field(default=None, ge=0, description="a worker, counted from 0, or null for all")
+    probability: Number = Field(default=1.0, gt=0, le=1, description="a number above 0, at most 1")
+    factor: Number = Field(ge=1, description="how many times slower, a number from 1")
+
+    @model_validator(mode="after")
+    def _is_limited(self) -> Straggler:
+        if self.site is None and self.worker is not None:
+            raise MistakesError([Mistake(("worker",), "a worker is one of a site; add site: NAME")])
+        if self.site is None and self.probability == 1:
+            raise MistakesError([Mistake((), "wanted a site, or a probability below 1")])
+        return self
+
+
+class Compute(Part):
+    """How long a step takes a worker, in virtual time."""
+
+    seconds_per_step: StepTime = Field(description="a time above 0, e.g. 0.03 or 30 ms, or calibrate")
+    jitter: Number = Field(default=0.0, ge=0, lt=1, description="a relative spread, a number from 0 to below 1")
+    stragglers: tuple[Straggler, ...] = Field(
+        default=(), description="a list, e.g. [{site: virginia, worker: 2, factor: 3}, {probability: 0.01, factor: 5}]"
+    )
+
+
+class FaultEntry(Part):
+    """Something that goes wrong at a time."""
+
+    at_seconds: Seconds = Field(alias="at", description="a time, e.g. 10 s")
+
+
+class Cut(FaultEntry):
+    """A link carries nothing."""
+
+    cut: Pair = Field(description="the two ends of a link, e.g. [ohio, virginia]")
+    for_seconds: Duration | None = Field(default=None, alias="for", description="a time above 0, or null for ever")
+
+
+class Slow(FaultEntry):
+    """A link has a part of its bandwidth."""
+
+    slow: Pair = Field(description="the two ends of a link, e.g. [ohio, virginia]")
+    factor: Number = Field(gt=0, lt=1, description="what is left of the bandwidth, between 0 and 1")
+    for_seconds: Duration | None = Field(default=None, alias="for", description="a time above 0, or null for ever")
+
+
+class Flap(FaultEntry):
+    """A link is cut in the first half of every period."""
+
+    flap: Pair = Field(description="the two ends of a link, e.g. [ohio, virginia]")
+    period_seconds: Duration = Field(alias="period", description="a time above 0, e.g. 2 s")
+    for_seconds: Duration = Field(alias="for", description="a time above 0, e.g. 20 s")
+
+
+class Kill(FaultEntry):
+    """A site or the server is dead."""
+
+    kill: SiteName = Field(description="the name of a site or of the server")
+    for_seconds: Duration | None = Field(default=None, alias="for", description="a time above 0, or null for ever")
+
+
+class Join(FaultEntry):
+    """A site comes that was not there before."""
+
+    join: SiteName = Field(description="the name of a site")
+
+
+class Leave(FaultEntry):
+    """A site goes in good order."""
+
+    leave: SiteName = Field(description="the name of a site")
+
+
+FAULTS = ("cut", "slow", "flap", "kill", "join", "leave")
+
+
+def _fault_kind(value: object) -> str | None:
+    if isinstance(value, FaultEntry):
+        return f"<{type(value).__name__.lower()}>"
+    kinds = [kind for kind in FAULTS if kind in value] if isinstance(value, dict) else []
+    return f"<{kinds[0]}>" if len(kinds) == 1 else None
+
+
+AnyFault: TypeAlias = Annotated[
+    Annotated[Cut, Tag("<cut>")]
+    | Annotated[Slow, Tag("<slow>")]
+    | Annotated[Flap, Tag("<flap>")]
+    | Annotated[Kill, Tag("<kill>")]
+    | Annotated[Join, Tag("<join>")]
+    | Annotated[Leave, Tag("<leave>")],
+    Discriminator(_fault_kind),
+]
+TAGS = frozenset({"<word>", "<mapping>", *(f"<{kind}>" for kind in FAULTS)})
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """A strategy by name, and what the recipe changes in its row. `wan.strategies` knows what is allowed."""
+
+    name: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def _strategy(value: object) -> object:
+    if isinstance(value, StrategyChoice):
+        return value
+    if isinstance(value, str) and value:
+        return StrategyChoice(value)
+    if isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"]:
+        return StrategyChoice(value["name"], {key: inside for key, inside in value.items() if key != "name"})
+    if isinstance(value, dict):
+        found = show_value(value.get("name"))
+        raise MistakesError([Mistake(("name",), f"found {found}; wanted the name of a strategy, e.g. diloco")])
+    raise ValueError(f"found {show_value(value)}; wanted a name, e.g. diloco, or {{name: diloco, every: 50}}")
+
+
+Strategy: TypeAlias = Annotated[
+    StrategyChoice,
+    BeforeValidator(_strategy),
+    PlainSerializer(lambda choice: {"name": choice.name, **choice.overrides}),
+]
+
+
+def _refuse(part: Part, keys: list[str], why: str) -> None:
+    if keys:
+        fields = type(part).model_fields
+        raise MistakesError(Mistake((key,), f"{key} {why}; wanted: {fields[key].description}") for key in keys)

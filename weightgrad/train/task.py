@@ -1,0 +1,132 @@
+"""A model and its data as the simulator's task: gradients of a flat vector, and a test of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from weightgrad.errors import DataError
+from weightgrad.kernels.noise import derive
+from weightgrad.sim.task import Gradient, Score
+from weightgrad.site.layout import Layout
+from weightgrad.train import augment, datasets, models, shards
+from weightgrad.train.batches import Batches
+from weightgrad.train.datasets import Dataset, TextDataset
+from weightgrad.train.recipe import Recipe
+from weightgrad.train.recipe_parts import Dirichlet
+
+_TEST_BATCH = 500
+
+
+class Training:
+    """One module, used for every site in turn: its parameters are pointed at the weights it is given."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._dataset = _load(recipe)
+        self._pipeline = augment.pipeline(recipe.data.name, recipe.model.name, recipe.data.augment)
+        self._module = models.build(
+            recipe.model.name,
+            classes=self._dataset.classes,
+            channels=self._dataset.channels,
+            size=self._pipeline.size(self._dataset.size),
+            seed=derive(recipe.seed, 1) >> 1,
+            **recipe.model.options,
+        )
+        self.layout = Layout.of(self._module)
+        self.separate = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._module.modules())
+        self._first = self.layout.gather(self._module)
+        self._gradient = torch.zeros_like(self._first)
+        workers = [site.workers for site in recipe.site_list]
+        self._share = recipe.training.batch // sum(workers)
+        self._batches = [
+            [Batches(indices, self._share, derive(recipe.seed, 2, s, w)) for w, indices in enumerate(site)]
+            for s, site in enumerate(_shards(recipe, self._dataset, workers))
+        ]
+        self.epoch_steps = max(1, self._dataset.train_count // recipe.training.batch)
+        self._key = derive(recipe.seed, 3)
+        self._test = torch.arange(min(recipe.training.evaluate_on or self._dataset.test_count, self._dataset.test_count))
+
+    def initial(self) -> Tensor:
+        """The weights a fresh model has."""
+        return self._first.clone()
+
+    def samples(self, site: int) -> int:
+        """Of a site's step."""
+        return self._share * len(self._batches[site])
+
+    def gradients(self, site: int, weights: Tensor, step: int) -> Iterator[Gradient]:
+        """One worker after the other; the vector is overwritten by the next."""
+        for worker, batches in enumerate(self._batches[site]):
+            yield self._pass(weights, [batches.at(step)], [derive(self._key, site, worker, step)])
+
+    def gradient(self, site: int, weights: Tensor, step: int) -> Gradient:
+        """All workers' samples in one pass: the mean of their gradients, as their batches are equal."""
+        all_workers = range(len(self._batches[site]))
+        keys = [derive(self._key, site, worker, step) for worker in all_workers]
+        return self._pass(weights, [batches.at(step) for batches in self._batches[site]], keys)
+
+    def _pass(self, weights: Tensor, indices: Sequence[Tensor], keys: Sequence[int]) -> Gradient:
+        inputs, labels = [], []
+        for one, key in zip(indices, keys, strict=True):
+            images, answers = self._dataset.train(one)
+            inputs.append(self._pipeline.train(images, key))
+            labels.append(answers)
+        self._point_at(weights)
+        self._module.train()
+        loss = _loss(self._module(torch.cat(inputs)), torch.cat(labels))
+        self._gradient.zero_()
+        loss.backward()
+        return Gradient(self._gradient, float(loss.detach()))
+
+    def _point_at(self, weights: Tensor) -> None:
+        """No copy: the parameters become views of these weights, their gradients of one vector."""
+        views, gradients = self.layout.views(weights), self.layout.views(self._gradient)
+        for parameter, view, gradient in zip(self._module.parameters(), views, gradients, strict=True):
+            parameter.data = view
+            parameter.grad = gradient
+
+    @torch.no_grad()
+    def evaluate(self, weights: Tensor) -> Score:
+        """Share of right answers and mean loss on the test data."""
+        self._point_at(weights)
+        self._module.eval()
+        right, loss, count = 0, 0.0, 0
+        for indices in self._test.split(_TEST_BATCH):
+            images, answers = self._dataset.test(indices)
+            scores = self._module(self._pipeline.test(images))
+            loss += float(_loss(scores, answers)) * answers.numel()
+            right += int((scores.argmax(-1) == answers).sum())
+            count += answers.numel()
+        return Score(right / count, loss / count)
+
+
+def _loss(scores: Tensor, answers: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.flatten(0, -2), answers.flatten())
+
+
+def _load(recipe: Recipe) -> Dataset | TextDataset:
+    options = recipe.model.options
+    directory = Path(recipe.data.directory) if recipe.data.directory is not None else None
+    try:
+        if "context" in options:
+            return datasets.load(
+                recipe.data.name, directory, recipe.seed, recipe.data.limit, context=int(options["context"])
+            )
+        return datasets.load(recipe.data.name, directory, 0, recipe.data.limit)
+    except DataError as error:
+        raise recipe.error(("data", "name"), str(error)) from error
+
+
+def _shards(recipe: Recipe, dataset: Dataset | TextDataset, workers: list[int]) -> list[list[Tensor]]:
+    how = recipe.data.shards
+    try:
+        if how == "folders":
+            return shards.by_site(dataset.site_ids, dataset.site_names, [s.name for s in recipe.site_list], workers)
+        skew = shards.Dirichlet(how.dirichlet) if isinstance(how, Dirichlet) else "iid"
+        return shards.shard(dataset.strata, workers, skew, recipe.seed)
+    except DataError as error:
+        raise recipe.error(("data", "shards"), str(error)) from error

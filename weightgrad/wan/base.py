@@ -1,0 +1,78 @@
+"""The base: the one model every site has, bit for bit, moved only by the server's answers.
+
+Two ways to move, a part of the strategy. `updates`: base += answer. `gradients`: the answer is a
+gradient and every replica takes the same optimizer step with it, so one site with fp32 is plain
+PyTorch, and Adam across sites is Adam on the large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from weightgrad.errors import ProtocolError
+from weightgrad.kernels import fixed
+from weightgrad.site import optimizers
+from weightgrad.site.layout import Layout
+from weightgrad.wan.messages import Answer
+
+Rate = Callable[[int], float]
+"""The learning rate of a step."""
+
+
+class Base:
+    """A replica of the base, at some version. `optimizer` is (name, options) when answers are gradients."""
+
+    def __init__(
+        self, layout: Layout, weights: Tensor, *, optimizer: tuple[str, Mapping[str, Any]] | None, rate: Rate
+    ) -> None:
+        self.layout = layout
+        self.vector = weights.detach().clone()
+        self.version = 0
+        self.step = 0
+        self._rate = rate
+        self._optimizer: torch.optim.Optimizer | None = None
+        if optimizer is not None:
+            parameters = optimizers.parameters_of(layout, self.vector)
+            self._gradient = torch.zeros_like(self.vector)
+            optimizers.attach(parameters, layout, self._gradient)
+            self._optimizer = optimizers.build(optimizer[0], parameters, optimizer[1])
+
+    def apply(self, answer: Answer) -> None:
+        """Move by the next answer."""
+        if answer.version != self.version + 1:
+            raise ProtocolError(f"the base is at version {self.version} and was given answer {answer.version}")
+        self.version, self.step = answer.version, answer.step
+        if self._optimizer is None:
+            for part in answer.parts:
+                part.into(self.vector, fixed.ADD)
+        elif answer.parts:
+            self._gradient.zero_()
+            for part in answer.parts:
+                part.into(self._gradient, fixed.STORE)
+            optimizers.set_rate(self._optimizer, self._rate(answer.step - 1))
+            self._optimizer.step()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """All of it, for a site that joins and for checkpoints."""
+        found = {"base": self.vector.clone()}
+        if self._optimizer is not None:
+            own = optimizers.state_tensors(self._optimizer)
+            found |= {f"optimizer.{name}": tensor.clone() for name, tensor in own.items()}
+        return found
+
+    def restore(self, snapshot: Mapping[str, Tensor], version: int, step: int) -> None:
+        """Become that replica."""
+        self.vector.copy_(snapshot["base"])
+        self.version, self.step = version, step
+        if self._optimizer is not None:
+            own = {k.removeprefix("optimizer."): v for k, v in snapshot.items() if k.startswith("optimizer.")}
+            optimizers.load_state_tensors(self._optimizer, own)
+
+    def digest(self) -> str:
+        """A fingerprint of the vector's bytes: equal on every site at the same version."""
+        return xxhash.xxh3_64_hexdigest(memoryview(self.vector.cpu().numpy()).cast("B"))

@@ -1,0 +1,319 @@
+"""The global server as a state machine: messages and the time in, messages and the next wake-up out.
+
+A round opens with its first push. It closes when every awaited site has pushed (less what `backup`
+allows), in order. Closing aggregates, encodes the result with the server's own error feedback, moves
+the server's base by what it decoded itself, and answers every site. Deadlines: a site missing `t_local`
+seconds after a round opened holds the others back; after `t_global` it is lost and the round closes
+without it. A push is taken once, by (site, round); one that comes after its round has closed goes into
+the round that is open. Durable state is what `checkpoint` gives after each close: pushes of rounds still
+open are sent again by their sites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Codec, Fp32
+from weightgrad.errors import ProtocolError
+from weightgrad.kernels import fixed
+from weightgrad.wan.aggregators import Accumulator, Aggregator
+from weightgrad.wan.base import Base
+from weightgrad.wan.consistency import Consistency
+from weightgrad.wan.membership import Member, Members
+from weightgrad.wan.messages import (
+    Answer,
+    Call,
+    Join,
+    Leave,
+    Message,
+    Part,
+    Push,
+    Restarted,
+    Welcome,
+    nbytes,
+)
+from weightgrad.wan.outbound import Outbound
+from weightgrad.wan.selectors import Selector, Stretch, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """The server's parts of a strategy."""
+
+    aggregator: Aggregator
+    consistency: Consistency
+    down: Codec
+    down_selector: Selector
+    per_tensor: bool
+    keep_loss: bool
+    calls: bool
+    t_local: float | None = None
+    t_global: float | None = None
+
+
+@dataclass
+class Closed:
+    """What the driver may write down about a round."""
+
+    answer: Answer
+    senders: list[str]
+    up_bytes: int
+
+
+@dataclass
+class Outbox:
+    """Messages to send, and what happened."""
+
+    messages: list[tuple[str, Message]] = field(default_factory=list)
+    closed: list[Closed] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    held_back: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Round:
+    opened: float
+    pushes: Accumulator
+    step: int = 0
+    up_bytes: int = 0
+    senders: set[str] = field(default_factory=set)
+    taken: dict[str, int] = field(default_factory=dict)
+    reported: bool = False
+
+
+class _Asked(Selector):
+    """The stretches that the sites sent."""
+
+    def __init__(self, found: list[Stretch]) -> None:
+        self._found = found
+
+    def choose(self, view: View) -> list[Stretch]:
+        """Those."""
+        del view
+        return self._found
+
+
+class GlobalServer:
+    """One for all sites."""
+
+    def __init__(self, base: Base, plan: ServerPlan, key: int) -> None:
+        self.base = base
+        self.members = Members()
+        self._plan = plan
+        self._out = Outbound(base.layout, plan.down, key, per_tensor=plan.per_tensor, keep_loss=plan.keep_loss)
+        self._memory: dict[str, Tensor] = {}
+        self._rounds: dict[int, _Round] = {}
+        self._round = 0  # the last closed one
+        self._log: list[Answer] = []
+        self._log_bytes = 0
+        self._samples: int | None = None
+        self._seen: dict[str, Tensor] = {}  # base a site was told last, for delay compensation
+
+    # -- messages in ------------------------------------------------------------------------
+
+    def receive(self, message: Message, now: float) -> Outbox:
+        """A message has come."""
+        out = Outbox()
+        if isinstance(message, Push):
+            self._push(message, now, out)
+        elif isinstance(message, Join):
+            self._join(message, out)
+        elif isinstance(message, Leave):
+            if message.site in self.members.by_name:
+                self.members.leave(message.site)
+        else:
+            raise ProtocolError(f"the global server was sent {type(message).__name__}, which only sites receive")
+        self._close_ready(now, out)
+        return out
+
+    def wake(self, now: float) -> Outbox:
+        """The time that `next_wake` named has come."""
+        out = Outbox()
+        if self._rounds:
+            first = self._rounds[min(self._rounds)]
+            late = [m.name for m in self.members.awaited if m.name not in first.senders]
+            if self._plan.t_local is not None and now >= first.opened + self._plan.t_local and not first.reported:
+                first.reported = True
+                out.held_back = late
+            if self._plan.t_global is not None and now >= first.opened + self._plan.t_global:
+                for name in late:
+                    self.members.lose(name)
+                out.lost = late
+        self._close_ready(now, out)
+        return out
+
+    def next_wake(self) -> float | None:
+        """When a deadline runs out, if nothing comes before."""
+        if not self._rounds:
+            return None
+        first = self._rounds[min(self._rounds)]
+        due = []
+        if self._plan.t_local is not None and not first.reported:
+            due.append(first.opened + self._plan.t_local)
+        if self._plan.t_global is not None:
+            due.append(first.opened + self._plan.t_global)
+        return min(due, default=None)
+
+    # -- rounds -----------------------------------------------------------------------------
+
+    def _push(self, push: Push, now: float, out: Outbox) -> None:
+        if push.site not in self.members.by_name:
+            raise ProtocolError(f"a push from {push.site!r}, which has not joined; send Join first")
+        member = self.members.by_name[push.site]
+        if not member.live and not member.done:
+            self._welcome(self.members.join(push.site), push.seen, out)
+        if push.round <= member.round:
+            return  # sent again, and taken already
+        number = self._round + 1 if self._plan.consistency.alone else max(push.round, self._round + 1)
+        if number not in self._rounds:
+            self._open(number, push.site, now, out)
+        current = self._rounds[number]
+        weight = self._weight(push)
+        current.pushes.add(push.site, self._compensated(push), weight)
+        current.step = max(current.step, push.step)
+        current.up_bytes += nbytes(push)
+        current.senders.add(push.site)
+        current.taken[push.site] = push.round
+        member.round = push.round
+        member.done = member.done or push.final
+
+    def _open(self, number: int, sender: str, now: float, out: Outbox) -> None:
+        self._rounds[number] = _Round(now, self._plan.aggregator.open(self.base.layout.numel))
+        if self._plan.calls and not self._plan.consistency.alone:
+            called = [m for m in self.members.awaited if m.name != sender and m.round < number]
+            out.messages += [(m.name, Call(number)) for m in called]
+
+    def _weight(self, push: Push) -> float:
+        if self._samples is None:
+            self._samples = max(push.samples, 1)
+        return push.samples / self._samples * self._plan.consistency.weight(self.base.version - push.seen)
+
+    def _compensated(self, push: Push) -> tuple[Part, ...]:
+        """The push, with DC-ASGD's correction for what the base did since the site saw it."""
+        strength = self._plan.consistency.compensation
+        then = self._seen.get(push.site)
+        if strength == 0 or then is None or not push.parts:
+            return push.parts
+        update = torch.zeros_like(self.base.vector)
+        for one in push.parts:
+            one.into(update, fixed.STORE)
+        update += strength * update * update * (self.base.vector - then)
+        return (Part(0, Fp32().encode(update, {}, 0)[0]),)
+
+    def _close_ready(self, now: float, out: Outbox) -> None:
+        while self._rounds and self._complete(self._rounds[min(self._rounds)]):
+            self._close(min(self._rounds), now, out)
+
+    def _complete(self, current: _Round) -> bool:
+        if self._plan.consistency.alone:
+            return True
+        awaited = self.members.awaited
+        missing = [m for m in awaited if m.name not in current.senders]
+        allowed = self._plan.consistency.missing if len(awaited) > self._plan.consistency.missing else 0
+        return len(missing) <= allowed
+
+    def _close(self, number: int, now: float, out: Outbox) -> None:
+        current = self._rounds.pop(number)
+        if self._plan.consistency.alone:
+            awaited = max(1, len(self.members.listening))
+            current.pushes.weight = float(awaited)  # one of so many: a push moves the base by its share
+        touched = current.pushes.stretches()
+        moved = self._plan.aggregator.close(current.pushes, self._memory)
+        answer = Answer(
+            self.base.version + 1, number, max(current.step, self.base.step), self._encode(moved, touched, number),
+            dict(current.taken),
+        )  # fmt: skip
+        self.base.apply(answer)
+        self._round = number
+        for name, taken in current.taken.items():
+            self.members.by_name[name].taken = taken
+        self._remember(answer)
+        for member in self.members.listening:
+            self._tell(member, answer, out)
+        out.closed.append(Closed(answer, sorted(current.senders), current.up_bytes))
+
+    def _encode(self, moved: Tensor, touched: list[Stretch], count: int) -> tuple[Part, ...]:
+        if not touched:
+            return ()
+        selector = self._plan.down_selector
+        if not selector.needs_pending:
+            selector = _Asked(touched if self._plan.per_tensor else _flat(touched))
+        return self._out.take(moved, selector, self.base.vector, step=self.base.step, count=count)
+
+    def _tell(self, member: Member, answer: Answer, out: Outbox) -> None:
+        out.messages.append((member.name, answer))
+        member.seen = answer.version
+        if self._plan.consistency.compensation:
+            self._seen.setdefault(member.name, torch.empty_like(self.base.vector)).copy_(self.base.vector)
+
+    def _remember(self, answer: Answer) -> None:
+        """Answers for sites that were away, as long as they are less than the whole base."""
+        self._log.append(answer)
+        self._log_bytes += nbytes(answer)
+        while self._log and self._log_bytes > 4 * self.base.layout.numel:
+            self._log_bytes -= nbytes(self._log.pop(0))
+
+    # -- membership -------------------------------------------------------------------------
+
+    def _join(self, join: Join, out: Outbox) -> None:
+        if join.version > self.base.version:
+            raise ProtocolError(
+                f"{join.site!r} has base version {join.version}, the server only {self.base.version}: "
+                "the server was restored from an older checkpoint; restore the sites from the same one"
+            )
+        self._welcome(self.members.join(join.site), join.version, out)
+
+    def _welcome(self, member: Member, version: int, out: Outbox) -> None:
+        missed = tuple(a for a in self._log if a.version > version)
+        whole = version < 0 or len(missed) != self.base.version - version
+        snapshot = self.base.snapshot() if whole else None
+        out.messages.append(
+            (
+                member.name,
+                Welcome(
+                    self.base.version,
+                    self._round + 1,
+                    self.base.step,
+                    member.taken,
+                    () if whole else missed,
+                    snapshot,
+                ),
+            )
+        )
+        member.seen = self.base.version
+
+    # -- durability -------------------------------------------------------------------------
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """Named tensors: base, error feedback, outer memory, and who has been taken how far."""
+        found = {f"base.{k}": v for k, v in self.base.snapshot().items()}
+        found |= {f"out.{k}": v for k, v in self._out.state().items()}
+        found |= {f"outer.{k}": v.clone() for k, v in self._memory.items()}
+        found["clock"] = torch.tensor([self.base.version, self.base.step, self._round, self._samples or 0])
+        for name, m in self.members.by_name.items():
+            found[f"member.{name}"] = torch.tensor([int(m.live), int(m.done), m.taken])
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> Outbox:
+        """Become the server of that checkpoint; tells its sites to say where they are."""
+        version, step, self._round, samples = (int(x) for x in state["clock"])
+        self._samples = samples or None
+        own = {k.removeprefix("base."): v for k, v in state.items() if k.startswith("base.")}
+        self.base.restore(own, version, step)
+        self._out.load({k.removeprefix("out."): v for k, v in state.items() if k.startswith("out.")})
+        self._memory = {k.removeprefix("outer."): v.clone() for k, v in state.items() if k.startswith("outer.")}
+        self._rounds, self._log, self._log_bytes, self._seen = {}, [], 0, {}
+        self.members = Members()
+        for key, tensor in state.items():
+            if key.startswith("member."):
+                live, done, taken = (int(x) for x in tensor)
+                name = key.removeprefix("member.")
+                self.members.by_name[name] = Member(name, bool(live), bool(done), taken, taken, -1)
+        return Outbox([(m.name, Restarted()) for m in self.members.listening])
+
+
+def _flat(found: list[Stretch]) -> list[Stretch]:
+    return [Stretch(s.start, (s.stop - s.start,)) for s in found]

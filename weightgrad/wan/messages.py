@@ -1,0 +1,118 @@
+"""What sites and the global server say to each other.
+
+A message is a value; `nbytes` is its true size on the wire: a header of 32 bytes, the site's name,
+and for each part where it starts (8 bytes) and its frame. Parts say by themselves how to decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+from weightgrad import wire
+from weightgrad.codecs import Payload
+from weightgrad.codecs.registry import decode_into
+
+HEADER_BYTES = 32
+START_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """An encoded stretch of the flat vector: elements start .. start + numel - 1."""
+
+    start: int
+    payload: Payload
+
+    def into(self, flat: Tensor, mode: int) -> None:
+        """flat (mode)= decoded, at this part's place."""
+        decode_into(self.payload, flat[self.start : self.start + self.payload.numel], mode)
+
+
+@dataclass(frozen=True, eq=False)
+class Push:
+    """Site to server: what left pending in one round. No parts: nothing was significant."""
+
+    site: str
+    round: int
+    step: int
+    seen: int  # version of the base it was computed on
+    samples: int
+    parts: tuple[Part, ...] = ()
+    final: bool = False  # the site has finished training; later rounds do not wait for it
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Server to site: a round has begun; say what is significant, or that nothing is."""
+
+    round: int
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Server to every site: move the base by this. `taken` names the pushes that are in it."""
+
+    version: int
+    round: int
+    step: int
+    parts: tuple[Part, ...]
+    taken: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Join:
+    """Site to server: here I am, first or again, with the base of this version (-1: none)."""
+
+    site: str
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Welcome:
+    """Server to site: the way to the present base: the answers missed, or all of it."""
+
+    version: int
+    round: int  # the next round
+    step: int
+    taken: int  # the last of the site's pushes that is in the base
+    answers: tuple[Answer, ...] = ()
+    snapshot: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Restarted:
+    """Server to site: the server was away; say where you are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leave:
+    """Site to server: do not wait for me again."""
+
+    site: str
+
+
+Message: TypeAlias = Push | Call | Answer | Join | Welcome | Restarted | Leave
+
+
+def parts_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of the parts on the wire."""
+    return sum(START_BYTES + wire.frame_bytes(part.payload) for part in parts)
+
+
+def nbytes(message: Message) -> int:
+    """Bytes of a message on the wire."""
+    size = HEADER_BYTES
+    if isinstance(message, Push | Join | Leave):
+        size += len(message.site.encode())
+    if isinstance(message, Push | Answer):
+        size += parts_bytes(message.parts)
+    if isinstance(message, Answer):
+        size += sum(START_BYTES + len(site.encode()) for site in message.taken)
+    if isinstance(message, Welcome):
+        size += sum(nbytes(answer) for answer in message.answers)
+        size += sum(t.numel() * t.element_size() for t in (message.snapshot or {}).values())
+    return size

@@ -1,0 +1,291 @@
+"""A site's end of the WAN as a state machine: steps, messages and the time in, messages out.
+
+After each local step the driver calls `stepped`; before each it calls `settle`, which applies the
+answers that have come, and asks `blocked`. The model the site trains on is `model`, one flat vector:
+with strategies that share gradients it is the base itself, otherwise it is
+
+    model = base + what is in flight + what was done since the last round (+ what is held, by `resume`).
+
+Conservation: what was taken by the server + in flight + held + done since = all local updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Codec
+from weightgrad.errors import ProtocolError
+from weightgrad.kernels import fixed
+from weightgrad.wan.base import Base
+from weightgrad.wan.consistency import Consistency
+from weightgrad.wan.messages import Answer, Call, Join, Message, Push, Restarted, Welcome
+from weightgrad.wan.outbound import Outbound
+from weightgrad.wan.resume import Resume
+from weightgrad.wan.selectors import All, Selector
+from weightgrad.wan.triggers import DynamicThreshold, Moment, Significance, Trigger
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitePlan:
+    """A site's parts of a strategy."""
+
+    shares_gradients: bool
+    trigger: Trigger
+    selector: Selector
+    up: Codec
+    per_tensor: bool
+    keep_loss: bool
+    consistency: Consistency
+    overlap: int
+    resume: Resume
+    flush: Codec | None
+    t: float | None = None
+
+
+@dataclass
+class _Flight:
+    push: Push
+    sent_at: float
+
+
+class SiteEnd:
+    """One a site."""
+
+    def __init__(self, name: str, base: Base, plan: SitePlan, samples: int, key: int) -> None:
+        self.name = name
+        self.base = base
+        self.plan = plan
+        self.step = 0  # local steps done
+        self.pending = Outbound(base.layout, plan.up, key, per_tensor=plan.per_tensor, keep_loss=plan.keep_loss)
+        self.model = base.vector if plan.shares_gradients else base.vector.clone()
+        self._mark = base.vector if plan.shares_gradients else base.vector.clone()
+        self._samples = samples
+        self._flights: list[_Flight] = []
+        self._inbox: dict[int, Answer] = {}
+        self._round = 0  # the last round pushed for
+        self._round_step = 0
+        self._called = 0
+        self._heard = 0.0
+        self._joined = False
+        self._finishing = False
+        wants = isinstance(plan.trigger, Significance)
+        self.threshold = (
+            DynamicThreshold(plan.trigger.threshold, plan.trigger.low, plan.trigger.high)
+            if isinstance(plan.trigger, Significance)
+            else None
+        )
+        self._previous = self.model.clone() if (wants or plan.selector.needs_step) else None
+        self._step_update: Tensor | None = None
+        self._done: Tensor | None = None  # shared gradients since the last round, where a trigger asks
+
+    # -- membership -------------------------------------------------------------------------
+
+    def join(self, *, same_start: bool = True) -> list[Message]:
+        """Ask to be let in, or in again after an absence. Without the same first weights: to be sent them."""
+        self._joined = False
+        return [Join(self.name, self.base.version if same_start else -1)]
+
+    @property
+    def finished(self) -> bool:
+        """Everything of its own is in the base."""
+        return self._finishing and not self._flights
+
+    @property
+    def in_flight(self) -> int:
+        """Rounds pushed and not answered."""
+        return len(self._flights)
+
+    # -- before a step ----------------------------------------------------------------------
+
+    def blocked(self, now: float) -> str | None:
+        """Why the workers may not be given weights now, or None."""
+        if not self._joined:
+            return "joining"
+        if not self._flights:
+            return None
+        if self._finishing:
+            return "flush"
+        last = self._flights[-1].push
+        behind = self._round - self._flights[0].push.round
+        if behind >= self.plan.consistency.ahead and self.step - last.step >= self.plan.overlap:
+            return "answer"
+        if self.plan.t is not None and now - max(self._heard, self._flights[0].sent_at) > self.plan.t:
+            return "stall"
+        return None
+
+    def settle(self) -> list[Answer]:
+        """Apply the answers whose turn has come, and say which."""
+        applied = []
+        while (answer := self._inbox.get(self.base.version + 1)) is not None:
+            own = answer.taken.get(self.name)
+            if own is not None and self.plan.overlap and not self._finishing:
+                due = next((f.push.step for f in self._flights if f.push.round == own), self.step)
+                if self.step < due + self.plan.overlap:
+                    break  # not yet: the same step whatever the link was like
+            del self._inbox[answer.version]
+            self._apply(answer)
+            applied.append(answer)
+        return applied
+
+    def _apply(self, answer: Answer) -> None:
+        fresh = None if self.plan.shares_gradients else self.model - self._mark
+        self.base.apply(answer)
+        own = answer.taken.get(self.name, -1)
+        self._flights = [f for f in self._flights if f.push.round > own]
+        if fresh is not None:
+            self._place(fresh, answer)
+
+    def _place(self, fresh: Tensor, answer: Answer | None) -> None:
+        """Put the model where `resume` says; `fresh`, what was done since the last push, stays pending."""
+        share = self.plan.resume.own_share
+        if share and answer is not None:
+            for part in answer.parts:
+                here = slice(part.start, part.start + part.payload.numel)
+                self.model[here].mul_(share).add_(self.base.vector[here], alpha=1 - share)
+            torch.sub(self.model, fresh, out=self._mark)
+        else:
+            self._mark.copy_(self.base.vector)
+            for flight in self._flights:
+                for part in flight.push.parts:
+                    part.into(self._mark, fixed.ADD)
+            if self.plan.resume.with_pending:
+                self._mark += self.pending.held
+            torch.add(self._mark, fresh, out=self.model)
+        if self._previous is not None:
+            self._previous.copy_(self.model)
+
+    # -- after a step -----------------------------------------------------------------------
+
+    def stepped(self, now: float, gradient: Tensor | None = None) -> list[Message]:
+        """A local step is done: `model` has moved, or here is the gradient. Maybe a round starts."""
+        self.step += 1
+        if self._previous is not None:
+            self._step_update = self.model - self._previous if gradient is None else gradient
+            self._previous.copy_(self.model)
+        moment = Moment(
+            self.step,
+            self.step - self._round_step,
+            self._ratio,
+            self.threshold.value if self.threshold else 0.0,
+        )
+        if self._called <= self._round and not self.plan.trigger.fires(moment):
+            if gradient is not None:
+                self.pending.put(gradient)
+            return []
+        return [self._begin(now, self._fresh(gradient), self.plan.selector, self.plan.trigger.fragment(moment))]
+
+    def finish(self, now: float) -> list[Message]:
+        """Training is over: send all that is pending."""
+        self._finishing = True
+        codec = self.plan.flush
+        if codec is None:
+            self.pending.put(self._fresh(None))
+            return [self._begin(now, torch.zeros_like(self.base.vector), _NOTHING, 0, final=True)]
+        return [self._begin(now, self._fresh(None), All(), 0, codec=codec, final=True)]
+
+    def new_epoch(self, rate: float) -> None:
+        """An epoch has ended, with this learning rate: the dynamic threshold moves."""
+        if self.threshold is not None and self._step_update is not None and rate > 0:
+            self.threshold.epoch(rate, float(self._step_update.norm()) / rate)
+
+    def _fresh(self, gradient: Tensor | None) -> Tensor:
+        if gradient is not None:
+            return gradient
+        if self.plan.shares_gradients:
+            return torch.zeros_like(self.base.vector)
+        fresh = self.model - self._mark
+        self._mark.copy_(self.model)
+        return fresh
+
+    def _ratio(self) -> float:
+        """How many times one step's update is what was done since the last round began."""
+        assert self._step_update is not None
+        one = float(self._step_update.norm())
+        if self.plan.shares_gradients:
+            self._done = self._step_update if self._done is None else self._done + self._step_update
+            return float(self._done.norm()) / one if one > 0 else 0.0
+        return float((self.model - self._mark).norm()) / one if one > 0 else 0.0
+
+    def _begin(
+        self,
+        now: float,
+        fresh: Tensor,
+        selector: Selector,
+        fragment: int,
+        *,
+        codec: Codec | None = None,
+        final: bool = False,
+    ) -> Push:
+        self._round = max(self._round + 1, self._called)
+        self._round_step, self._done = self.step, None
+        parts = self.pending.take(
+            fresh,
+            selector,
+            self.base.vector,
+            step=self.step,
+            count=self._round,
+            fragment=fragment,
+            step_update=self._step_update,
+            threshold=self.threshold.value if self.threshold else 0.0,
+            codec=codec,
+        )
+        push = Push(self.name, self._round, self.step, self.base.version, self._samples, parts, final)
+        self._flights.append(_Flight(push, now))
+        return push
+
+    # -- messages in ------------------------------------------------------------------------
+
+    def receive(self, message: Message, now: float) -> list[Message]:
+        """A message has come. Answers wait for `settle`."""
+        self._heard = now
+        if isinstance(message, Answer):
+            if message.version > self.base.version:
+                self._inbox[message.version] = message
+            return []
+        if isinstance(message, Call):
+            self._called = max(self._called, message.round)
+            return []
+        if isinstance(message, Restarted):
+            return self.join()
+        if isinstance(message, Welcome):
+            return self._welcomed(message, now)
+        raise ProtocolError(f"site {self.name!r} was sent {type(message).__name__}, which only the server receives")
+
+    def _welcomed(self, welcome: Welcome, now: float) -> list[Message]:
+        self._joined = True
+        if welcome.snapshot is not None:
+            self._rebase(welcome)
+        for answer in welcome.answers:
+            if answer.version > self.base.version:
+                self._inbox[answer.version] = answer
+        taken = [f for f in self._flights if f.push.round <= welcome.taken]
+        if welcome.snapshot is not None and taken:
+            self._flights = [f for f in self._flights if f.push.round > welcome.taken]
+        self.step = max(self.step, welcome.step) if not self._finishing else self.step
+        self._round = max(self._round, welcome.round - 1)
+        again = [f for f in self._flights if f.push.round > welcome.taken]
+        for flight in again:
+            flight.sent_at = now
+        return [f.push for f in again]
+
+    def _rebase(self, welcome: Welcome) -> None:
+        """The whole base at once: everything of one's own that it lacks stays pending."""
+        assert welcome.snapshot is not None
+        fresh = None if self.plan.shares_gradients else self.model - self._mark
+        self._inbox = {v: a for v, a in self._inbox.items() if v > welcome.version}
+        self._flights = [f for f in self._flights if f.push.round > welcome.taken]
+        self.base.restore(welcome.snapshot, welcome.version, welcome.step)
+        if fresh is not None:
+            self._place(fresh, None)
+
+
+class _Nothing(Selector):
+    def choose(self, view: object) -> list[object]:  # type: ignore[override]
+        del view
+        return []
+
+
+_NOTHING = _Nothing()

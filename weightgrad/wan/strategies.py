@@ -1,0 +1,339 @@
+"""The table: every published system is a row of parts.
+
+A row says what a site shares, how its workers work together, when a round starts, what leaves
+pending, with which codecs, what the global server makes of it, how far sites may run apart, and where
+the local model goes on. A recipe takes a row by name and may change any part of it:
+
+    strategy: {name: diloco, every: 50, codec: "ef(qsgd(bits=4))"}
+
+A new system is a new part or a new row, never an `if` in an old one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightgrad import codecs
+from weightgrad.codecs import Codec, ErrorFeedback
+from weightgrad.errors import SpecError, StrategyError
+from weightgrad.site.weights import WeightsOut
+from weightgrad.wan import aggregators, consistency, parts, resume, selectors, triggers
+from weightgrad.wan.global_server import ServerPlan
+from weightgrad.wan.site_end import SitePlan
+
+_PARTS = {
+    "trigger": "trigger",
+    "selector": "selector",
+    "down_selector": "selector",
+    "aggregator": "aggregator",
+    "consistency": "consistency",
+    "resume": "resume",
+}
+_CODECS = ("gradients", "weights", "up", "down", "flush")
+_SHORT = {"codec": "up", "every": "trigger"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One row. Text throughout, so that a row reads like the table in the design."""
+
+    name: str
+    about: str
+    shares: str = "gradients"  # or "updates"
+    combine: str = "mean"  # or "serial": each worker's gradient applied in turn
+    exchange: str = "allreduce"  # or "server": through the local server's network card
+    gradients: str = "fp32"  # codec of a worker's gradient inside the site
+    weights: str = "fp32"  # codec of the weights given to the workers (lossaware(...) for WeightGrad)
+    trigger: str = "every(1)"
+    selector: str = "all"
+    up: str = "fp32"
+    down: str = "fp32"
+    down_selector: str = "all"
+    per: str = "flat"  # or "tensor": what a codec sees at a time
+    keep_loss: bool = True
+    aggregator: str = "mean"
+    consistency: str = "sync"
+    overlap: int = 0  # steps a site goes on while a round is on its way
+    resume: str = "base"
+    flush: str = "fp32"  # codec of what is pending at the end; "none" leaves it
+    judge: str = "base"  # or "quantized": which weights the accuracy is of
+    t: float | None = None  # stall rule: seconds without news after which no weights are released
+    t_local: float | None = None  # seconds after which a missing site holds the others back
+    t_global: float | None = 60.0  # seconds after which it is lost
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # changes to the recipe's optimizer
+
+    def __post_init__(self) -> None:
+        one_of = {
+            "shares": ("gradients", "updates"),
+            "combine": ("mean", "serial"),
+            "exchange": ("allreduce", "server"),
+            "per": ("flat", "tensor"),
+            "judge": ("base", "quantized"),
+        }
+        for name, allowed in one_of.items():
+            if getattr(self, name) not in allowed:
+                raise StrategyError(f"{name} = {getattr(self, name)!r}; it is one of {', '.join(allowed)}")
+        for name, kind in _PARTS.items():
+            parts.parse(kind, getattr(self, name))
+        for name in _CODECS:
+            self.codec(name)
+        parts.check("strategy", "overlap", self.overlap, 0, 10**6, whole=True)
+        for name in ("t", "t_local", "t_global"):
+            if getattr(self, name) is not None:
+                parts.check("strategy", name, getattr(self, name), 0, 1e9)
+        self._fit()
+
+    def _fit(self) -> None:
+        if self.shares == "gradients":
+            for name, plain in (("combine", "mean"), ("weights", "fp32"), ("resume", "base"), ("overlap", 0)):
+                if getattr(self, name) != plain:
+                    raise StrategyError(f"{name} = {getattr(self, name)!r} needs shares = 'updates', not 'gradients'")
+            if self.aggregator.startswith("outer"):
+                raise StrategyError(f"aggregator {self.aggregator!r} is an optimizer on updates; set shares = 'updates'")
+        carries = self._error_carrier()
+        if not self.keep_loss and carries is not None:
+            raise StrategyError(f"keep_loss = false, but {carries} is error feedback; take a plain codec or keep it")
+        if self.exchange == "allreduce" and (self.weights != "fp32" or self.combine == "serial"):
+            raise StrategyError("quantized weights and serial workers need exchange = 'server': the local server has them")
+        if self.judge == "quantized" and self.weights == "fp32":
+            raise StrategyError("judge = 'quantized', but the weights are fp32")
+
+    def _error_carrier(self) -> Codec | None:
+        up = self.codec("up")
+        return up if up is not None and up.carries_error else None
+
+    def codec(self, name: str) -> Codec | None:
+        """The codec of that column, None for "none"."""
+        text = getattr(self, name)
+        if text == "none":
+            return None
+        try:
+            return codecs.parse(text)
+        except SpecError as error:
+            raise StrategyError(f"{name} = {text!r}: {error}") from None
+
+    def wan_codec(self, name: str) -> Codec:
+        """The same, which must be one."""
+        found = self.codec(name)
+        if found is None:
+            raise StrategyError(f'{name} = "none"; only flush may be none')
+        return found
+
+    @property
+    def weights_out(self) -> WeightsOut | None:
+        """How weights go to the workers; None: as they are."""
+        found = self.codec("weights")
+        return None if self.weights == "fp32" or found is None else WeightsOut(codec=found)
+
+    def for_site(self) -> SitePlan:
+        """The parts a site's state machine needs."""
+        return SitePlan(
+            shares_gradients=self.shares == "gradients",
+            trigger=parts.parse("trigger", self.trigger),
+            selector=parts.parse("selector", self.selector),
+            up=self.wan_codec("up"),
+            per_tensor=self.per == "tensor",
+            keep_loss=self.keep_loss,
+            consistency=parts.parse("consistency", self.consistency),
+            overlap=self.overlap,
+            resume=parts.parse("resume", self.resume),
+            flush=self.codec("flush"),
+            t=self.t,
+        )
+
+    def for_server(self) -> ServerPlan:
+        """The parts the global server's needs."""
+        down = self.wan_codec("down")
+        return ServerPlan(
+            aggregator=parts.parse("aggregator", self.aggregator),
+            consistency=parts.parse("consistency", self.consistency),
+            down=down,
+            down_selector=parts.parse("selector", self.down_selector),
+            per_tensor=self.per == "tensor",
+            keep_loss=self.keep_loss or isinstance(down, ErrorFeedback),
+            calls=parts.parse("trigger", self.trigger).calls,
+            t_local=self.t_local,
+            t_global=self.t_global,
+        )
+
+    def optimizer_with(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The recipe's optimizer options, as this row changes them."""
+        return {**options, **{k: v for k, v in self.optimizer.items() if k in options}}
+
+    def row(self) -> dict[str, Any]:
+        """As plain values, for a ledger."""
+        return dataclasses.asdict(self)
+
+
+def _table(*rows: Strategy) -> dict[str, Strategy]:
+    return {row.name: row for row in rows}
+
+
+TABLE = _table(
+    Strategy(name="baseline", about="full-precision synchronous SGD over all workers of all sites"),
+    Strategy(
+        name="qsgd",
+        about="QSGD: buckets, 4 bits, stochastic rounding, both ways",
+        exchange="server",
+        gradients="qsgd(bits=4)",
+        up="qsgd(bits=4)",
+        down="qsgd(bits=4)",
+        keep_loss=False,
+    ),
+    Strategy(
+        name="terngrad",
+        about="TernGrad: clipped ternary gradients up; 4 bits down, as its sum of scalers takes",
+        exchange="server",
+        gradients="terngrad(clip=2.5)",
+        up="terngrad(clip=2.5)",
+        down="qsgd(bits=4)",
+        per="tensor",
+        keep_loss=False,
+    ),
+    Strategy(
+        name="onebit",
+        about="one-bit SGD: column means of both signs, error feedback, both ways",
+        up="onebit()",
+        down="onebit()",
+        per="tensor",
+    ),
+    Strategy(
+        name="adaptive",
+        about="Dryden: the largest 1/64 by column means, error feedback, both ways",
+        up="adaptive(pi=64)",
+        down="adaptive(pi=32)",
+        per="tensor",
+    ),
+    Strategy(
+        name="dgc",
+        about="deep gradient compression: top 0.1 % with momentum correction and warm-up",
+        up="dgc(0.001, momentum=0.9, warmup=200)",
+        down_selector="nonzero",
+        optimizer={"momentum": 0.0},
+    ),
+    Strategy(
+        name="powersgd",
+        about="PowerSGD: rank 4 with warm start and error feedback, both ways",
+        up="powersgd(rank=4)",
+        down="powersgd(rank=4)",
+        per="tensor",
+    ),
+    Strategy(
+        name="gaia",
+        about="Gaia: entries that change a weight by more than 1 %/sqrt(t), bounded lead",
+        shares="updates",
+        selector="gaia(0.01)",
+        down_selector="nonzero",
+        aggregator="mean",
+        consistency="bounded(1)",
+        resume="base_and_pending",
+    ),
+    Strategy(
+        name="weightgrad",
+        about="the few significant entries, their signs and one size, overlapped; quantized gradients and weights on the LAN",
+        shares="updates",
+        exchange="server",
+        gradients="qsgd(bits=4)",
+        weights="lossaware(bits=8)",
+        trigger="significance(threshold=8.0, at_most=8, low=6.0)",
+        up="ef(topk(0.03) > sign())",
+        down="ef(topk(0.06) > sign())",
+        consistency="bounded(1)",
+        flush="qsgd(bits=8)",
+    ),
+    Strategy(
+        name="weightgrad-serial",
+        about="the same, each worker's gradient applied in turn",
+        shares="updates",
+        combine="serial",
+        exchange="server",
+        gradients="qsgd(bits=4)",
+        weights="lossaware(bits=8)",
+        trigger="significance(threshold=8.0, at_most=8, low=6.0)",
+        up="ef(topk(0.03) > sign())",
+        down="ef(topk(0.06) > sign())",
+        consistency="bounded(1)",
+        flush="qsgd(bits=8)",
+    ),
+    Strategy(
+        name="weightgrad-paper",
+        about="the paper to the letter: ternary gradients, loss-aware ternary weights, significant tensors",
+        shares="updates",
+        exchange="server",
+        gradients="terngrad(clip=2.5)",
+        weights="lossaware(bits='ternary')",
+        trigger="significance(threshold=4.0, at_most=8)",
+        selector="significant('tensor')",
+        up="terngrad(clip=2.5)",
+        down="qsgd(bits=4)",
+        per="tensor",
+        keep_loss=False,
+        resume="base_and_pending",
+        flush="fp32",
+        judge="quantized",
+    ),
+    Strategy(
+        name="diloco",
+        about="DiLoCo: everything every 25 steps, outer Nesterov",
+        shares="updates",
+        trigger="every(25)",
+        aggregator="outer('nesterov', lr=0.7, momentum=0.9)",
+    ),
+    Strategy(
+        name="streaming",
+        about="Streaming DiLoCo: one of 4 fragments at a time, 4 bits, applied 2 steps later",
+        shares="updates",
+        trigger="staggered(24, 4)",
+        selector="fragment(4)",
+        up="ef(qsgd(bits=4))",
+        down="ef(qsgd(bits=4))",
+        aggregator="outer('nesterov', lr=0.4, momentum=0.9)",
+        overlap=2,
+        resume="mix(0.5)",
+    ),
+    Strategy(
+        name="sparseloco",
+        about="SparseLoCo: top 1.6 % at 2 bits every 15 steps, mean over senders",
+        shares="updates",
+        trigger="every(15)",
+        up="ef(topk(0.015625) > codebook(bits=2))",
+        down_selector="nonzero",
+        aggregator="sender_mean",
+        resume="base_and_pending",
+    ),
+)
+
+
+def available() -> dict[str, str]:
+    """Every row and what it is."""
+    return {name: row.about for name, row in TABLE.items()}
+
+
+def find(name: str, changes: Mapping[str, Any] | None = None) -> Strategy:
+    """The row of that name, with some of its parts changed."""
+    if name not in TABLE:
+        near = difflib.get_close_matches(name, TABLE, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise StrategyError(f"no strategy {name!r}{hint} There are {', '.join(TABLE)}")
+    known = {f.name: f for f in dataclasses.fields(Strategy) if f.name not in ("name", "about")}
+    wanted: dict[str, Any] = {}
+    for key, value in (changes or {}).items():
+        column = _SHORT.get(key, key)
+        if column not in known:
+            near = difflib.get_close_matches(key, [*known, *_SHORT], 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise StrategyError(f"strategy has no part {key!r}{hint} It has {', '.join([*known, *_SHORT])}")
+        if key == "every":
+            value = f"every({value})"
+        wanted[column] = value
+    try:
+        return dataclasses.replace(TABLE[name], **wanted)
+    except (TypeError, AttributeError) as error:
+        raise StrategyError(f"strategy {name}: {error}; parts are written as text") from None
+
+
+__all__ = ["TABLE", "Strategy", "aggregators", "available", "consistency", "find", "resume", "selectors", "triggers"]

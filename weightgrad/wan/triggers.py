@@ -1,0 +1,132 @@
+"""When a site starts a round.
+
+`every(H)` counts steps, so all sites start the same rounds unasked. `significance` starts one when
+what was done since the last round has grown to G times what one step adds (the paper's |g_u / g| >= G), or when
+`at_most` steps have gone by (the interval T, counted in steps); the server then calls the others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weightgrad.errors import StrategyError
+from weightgrad.wan.parts import check, part
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a trigger may look at, after a step."""
+
+    step: int  # steps done
+    since_round: int  # steps since the last round began
+    ratio: Callable[[], float]  # |done since the last round| / |one step|; costs a pass
+    threshold: float  # G now
+
+
+class Trigger(ABC):
+    """Decides after each step whether a round starts."""
+
+    word: ClassVar[str]
+    calls: ClassVar[bool] = False  # the server must call the other sites
+
+    @abstractmethod
+    def fires(self, moment: Moment) -> bool:
+        """Whether a round starts now."""
+
+    def fragment(self, moment: Moment) -> int:
+        """Which fragment the round is about, for selectors that send one at a time."""
+        del moment
+        return 0
+
+
+@part("trigger", "every")
+@dataclass(frozen=True)
+class Every(Trigger):
+    """Every `steps` steps."""
+
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        check("every", "steps", self.steps, 1, 10**9, whole=True)
+
+    def fires(self, moment: Moment) -> bool:
+        """At multiples."""
+        return moment.step % self.steps == 0
+
+
+@part("trigger", "staggered")
+@dataclass(frozen=True)
+class Staggered(Trigger):
+    """Each of `fragments` every `steps` steps, evenly spread in between (streaming)."""
+
+    steps: int
+    fragments: int
+
+    def __post_init__(self) -> None:
+        check("staggered", "steps", self.steps, 1, 10**9, whole=True)
+        check("staggered", "fragments", self.fragments, 1, 10**6, whole=True)
+        if self.fragments > self.steps:
+            raise StrategyError(f"staggered: {self.fragments} fragments in {self.steps} steps; at most one a step")
+
+    def fires(self, moment: Moment) -> bool:
+        """Fragment p at its own offset."""
+        return self._due(moment.step) is not None
+
+    def fragment(self, moment: Moment) -> int:
+        """The one that is due."""
+        return self._due(moment.step) or 0
+
+    def _due(self, step: int) -> int | None:
+        place = step % self.steps
+        for p in range(self.fragments):
+            if (p * self.steps) // self.fragments == place:
+                return p
+        return None
+
+
+@part("trigger", "significance")
+@dataclass(frozen=True)
+class Significance(Trigger):
+    """When pending is `threshold` times one step's update, or after `at_most` steps (the interval T)."""
+
+    threshold: float = 4.0
+    at_most: int = 8
+    low: float = 1.0
+    high: float = 64.0
+
+    calls = True
+
+    def __post_init__(self) -> None:
+        check("significance", "threshold", self.threshold, 0, 1e9)
+        check("significance", "at_most", self.at_most, 1, 10**9, whole=True)
+        check("significance", "low", self.low, 0, 1e9)
+        check("significance", "high", self.high, self.low, 1e9)
+
+    def fires(self, moment: Moment) -> bool:
+        """T first: it is free."""
+        return moment.since_round >= self.at_most or moment.ratio() >= moment.threshold
+
+
+class DynamicThreshold:
+    """The paper's G: per epoch multiplied by the change of the learning rate and of the momentum's norm.
+
+    Both changes are ratios (as differences a constant rate would give G = 0), and G stays within
+    [low, high]: for ternary gradients the paper's own start, the square root of the number of
+    nonzeros, would never be reached.
+    """
+
+    def __init__(self, start: float, low: float, high: float) -> None:
+        self.value = min(max(start, low), high)
+        self._low, self._high = low, high
+        self._rate: float | None = None
+        self._norm: float | None = None
+
+    def epoch(self, rate: float, norm: float) -> None:
+        """An epoch has ended with this learning rate and this norm of the update."""
+        if self._rate and self._norm and rate > 0 and norm > 0:
+            grown = self.value * (rate / self._rate) * (norm / self._norm)
+            self.value = min(max(grown, self._low), self._high)
+        self._rate, self._norm = rate, norm
