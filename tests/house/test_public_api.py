@@ -9,7 +9,8 @@ import pytest
 
 import weightgrad
 
-MODULES = ["weightgrad", "weightgrad.codecs", "weightgrad.kernels", "weightgrad.wire"]
+ROOMS = ["codecs", "kernels", "sim", "site", "wan", "wire"]
+MODULES = ["weightgrad", *(f"weightgrad.{room}" for room in ROOMS)]
 
 
 @pytest.mark.parametrize("name", MODULES)

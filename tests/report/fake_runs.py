@@ -147,7 +147,7 @@ def simulate(
     (out / "ledger.jsonl").write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
     (out / "summary.json").write_text(json.dumps(summary))
     (out / "recipe.yaml").write_text(recipe.to_yaml())
-    (out / "wall.json").write_text(json.dumps({"machine": "a test", "date": "2026-11-16", "seconds": 1.0}))
+    (out / "wall.json").write_text(json.dumps({"cores": 2, "torch": "2.9", "date": "2026-11-16T01:02:03+00:00"}))
     return dict(summary)
 
 

@@ -51,11 +51,12 @@ def test_everything_is_there(text: str) -> None:
         assert f"id='chart-{chart}'" in body
     for strategy in fake_runs.TRAITS:
         assert f"<th scope='row'>{strategy}</th>" in body
-    assert "<pre>weightgrad compare paper --strategies a,b</pre>" in body
+    assert "<pre class='command'>weightgrad compare paper --strategies a,b</pre>" in body
     assert body.count("<details>") == len(fake_runs.TRAITS)
     assert "seconds_per_step" in body
     assert "prefers-color-scheme: dark" in body
     assert "class='card warn'" not in body
+    assert "Made by weightgrad. 2 cores, torch 2.9, 2026-11-16</footer>" in body
 
 
 def test_nothing_is_loaded(text: str) -> None:
@@ -164,10 +165,11 @@ def test_faults_have_a_beginning_and_an_end(six: Path) -> None:
 
 
 def test_every_strategy_looks_different() -> None:
-    names = ["baseline", "weightgrad", "weightgrad(combine=serial)", *(f"other-{place}" for place in range(20))]
+    names = ["baseline", "weightgrad-serial", "weightgrad", "weightgrader", *(f"other-{place}" for place in range(20))]
     looks = styles(names)
     assert len({(look["color"], look["dash"]) for look in looks}) == len(names)
-    assert [look["ours"] for look in looks[:4]] == [False, True, True, False]
+    assert [look["ours"] for look in looks[:5]] == [False, True, True, False, False]
+    assert [look["name"] for look in looks if look["color"] == "--accent"] == ["weightgrad"]
     css = (Path(page.__file__).parent / "page.css").read_text()
     for look in looks:
         assert css.count(f"{look['color']}: ") == 2  # light and dark

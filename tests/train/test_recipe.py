@@ -16,6 +16,7 @@ from weightgrad.train import recipe_parts as parts
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.recipe_parts import Dirichlet, StrategyChoice
 from weightgrad.train.recipe_plan import Fault
+from weightgrad.train.recipe_values import Part
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -64,6 +65,7 @@ def test_a_site_may_differ() -> None:
     assert [(s.worker, s.probability, s.factor) for s in virginia.compute.stragglers] == [(2, 1, 3), (None, 0.01, 5)]
     assert (edge.lan.delay_seconds, edge.compute.seconds_per_step) == (0.0001, 0.03)
     assert [(s.worker, s.probability, s.factor) for s in edge.compute.stragglers] == [(None, 0.01, 5), (None, 1, 2)]
+    assert [s.site for s in edge.compute.stragglers] == [None, "edge-1"]  # not the template's name
 
 
 def test_faults_come_in_the_order_of_time() -> None:
@@ -189,8 +191,19 @@ def test_a_bad_setting_is_named(setting: str, says: str) -> None:
 # The document
 
 
+DEFAULTS = {
+    ("", "name"): "the file's name",
+    ("", "lan"): "1 Gbit/s, 0.1 ms",
+    ("", "strategy"): "weightgrad",
+    ("", "faults"): "none",
+    ("compute", "stragglers"): "none",
+    ("lan", "bandwidth_bit_s"): "1 Gbit/s",
+    ("lan", "delay_seconds"): "0.1 ms",
+}
+
+
 def test_every_key_is_documented_with_its_default() -> None:
-    sections = {
+    sections: dict[str, type[Part]] = {
         "": Recipe, "data": parts.Data, "model": parts.Model, "training": parts.Training, "optimizer": parts.Optimizer,
         "server": parts.Server, "sites": parts.SiteEntry, "lan": parts.Lan, "links": parts.LinkEntry,
         "compute": parts.Compute, "stragglers": parts.Straggler,
@@ -202,7 +215,8 @@ def test_every_key_is_documented_with_its_default() -> None:
         rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.+?) \|", section, re.M))
         assert list(rows) == [field.alias or key for key, field in part.model_fields.items()], name
         for key, field in part.model_fields.items():
-            assert (rows[field.alias or key] == "required") == field.is_required(), f"{name}.{key}"
+            default = DEFAULTS.get((name, key)) or ("required" if field.is_required() else json.dumps(field.default))
+            assert rows[field.alias or key] == default.strip('"'), f"{name}.{key}"
     for kind in parts.FAULTS:
         assert f"| `{kind}` |" in text
 

@@ -47,17 +47,21 @@ def refusal(text: str) -> str:
         ("workers: 4", "workers: 0", "line 11: sites[0].workers: found 0; wanted: a whole number from 1 to 10000"),
         ("virginia, w", "vir/ginia, w", "line 11: sites[0].name: found 'vir/ginia'; wanted a name of letters"),
         ("count: 4, ", "", "line 12: sites[1].name: found 'edge-{}'; count and '{}' in the name go together"),
-        ("[ohio, edge-2]", "[ohoi, edge-2]", "links[2].between: no site or server is called 'ohoi'; did you mean 'ohio'?"),
+        ("[ohio, edge-2]", "[ohoi, edge-2]", "no site or server is called 'ohoi'; did you mean 'ohio'?"),
         ("[ohio, edge-2]", "[ohio, edge-5]", "There are ohio, virginia, edge-{} (edge-1 to edge-4)"),
         ("[ohio, edge-2]", "[ohio]", "line 17: links[2].between[1]: missing; wanted: two names of sites or the server"),
         ("[ohio, edge-2]", "[ohio, ohio]", "line 17: links[2].between: found 'ohio' twice"),
         ("[ohio, edge-2]", '["edge-{}", "edge-{}"]', "line 17: links[2].between: found 'edge-{}' twice"),
-        ("[ohio, edge-2]", "[ohio, virginia]", "line 17: links[2].between: links[0] is between 'ohio' and 'virginia' too"),
+        ("[ohio, edge-2]", "[ohio, virginia]", "links[2].between: links[0] is between 'ohio' and 'virginia' too"),
         ("[virginia, ohio]", "[virginia, edge-1]", "line 11: sites[0].name: virginia cannot reach the server 'ohio'"),
         ("11 ms", "11 m", "line 15: links[0].delay: '11 m' is not a time"),
         ("loss: 0.001", "loss: 1", "line 15: links[0].loss: found 1; wanted: a fraction of packets from 0 to below 1"),
         ("bandwidth: 1 Mbit/s, ", "", "line 17: links[2].bandwidth: missing; wanted a bit rate"),
-        ("bandwidth: 1 Mbit/s, ", "bandwidth: 1, trace: [[0, 1]], ", "links[2].trace: a link has a bandwidth or a trace"),
+        (
+            "bandwidth: 1 Mbit/s, ",
+            "bandwidth: 1, trace: [[0, 1]], ",
+            "links[2].trace: a link has a bandwidth or a trace",
+        ),
         ("[1 min,", "[0 s,", "line 16: links[1].trace: times must ascend from 0 s, found 0 s, 0 s"),
         ("[[0 s,", "[[1 s,", "line 16: links[1].trace: times must ascend from 0 s, found 1 s, 60 s"),
         ("20 Mbit/s", "20 ms", "line 16: links[1].trace[1][1]: '20 ms' is not a bit rate"),
@@ -73,9 +77,17 @@ def refusal(text: str) -> str:
         ("cut: [ohio, v", "cutt: [ohio, v", "line 28: faults[1]: found {"),
         ("kill: ohio", "kill: ohio, join: edge-1", "exactly one of cut, slow, flap, kill, join, leave"),
         ("kill: ohio", "kill: ohoi", "line 30: faults[3].kill: no site or server is called 'ohoi'"),
-        ("kill: ohio", "kill: ohio, factor: 2", "line 30: faults[3].factor: unknown key 'factor'; did you mean 'for'? Allowed: at, kill, for"),
+        (
+            "kill: ohio",
+            "kill: ohio, factor: 2",
+            "faults[3].factor: unknown key 'factor'; did you mean 'for'? Allowed: at, kill, for",
+        ),
         ("kill: ohio", "leave: ohio", "line 30: faults[3].leave: 'ohio' is the server"),
-        ("cut: [ohio, v", "cut: [edge-1, v", "line 28: faults[1].cut: no link is between 'edge-1' and 'virginia'; there are ["),
+        (
+            "cut: [ohio, v",
+            "cut: [edge-1, v",
+            "line 28: faults[1].cut: no link is between 'edge-1' and 'virginia'; there are [",
+        ),
         ("factor: 0.1", "factor: 1.5", "line 27: faults[0].factor: found 1.5; wanted: what is left of the bandwidth"),
         ("period: 2 s, ", "", "line 29: faults[2].period: missing; wanted: a time above 0"),
         ("join: edge-4", "leave: edge-4", "line 32: faults[5].leave: 'edge-4' is not there at that time"),
@@ -83,11 +95,19 @@ def refusal(text: str) -> str:
         ("batch: 24", "batch: 24\n  steps: 3", "training.steps: the key 'steps' stands twice, on lines 5 and 7"),
         ("batch: 24", "batch: [24", "not YAML"),
         ("batch: 24", "3: 24", "line 4: training: a key must be a text, found 3 on line 6"),
-        ("batch: 24", "batch: !!python/name:os.system", "line 6: training.batch: '' with the tag 'tag:yaml.org,2002:python/name:os.system'"),
-        ("batch: 24", "batch: 99999999999999999999", "line 6: training.batch: 99999999999999999999 is not a finite number"),
+        (
+            "batch: 24",
+            "batch: !!python/name:os.system",
+            "line 6: training.batch: '' with the tag 'tag:yaml.org,2002:python",
+        ),
+        (
+            "batch: 24",
+            "batch: 99999999999999999999",
+            "line 6: training.batch: 99999999999999999999 is not a finite number",
+        ),
         ("model: {name: lenet-digits}", "model: lenet", "line 3: model: found 'lenet'; wanted: a mapping, e.g."),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_answered_with_its_line_and_what_is_allowed(old: str, new: str, says: str) -> None:
     assert old in TEXT
     message = refusal(TEXT.replace(old, new, 1))
@@ -120,7 +140,7 @@ def test_what_is_no_recipe_at_all(text: str) -> None:
         ("a: [\n", "small.yaml, line 2: not YAML"),
         ("a: 1\nb: \t\0", "small.yaml, line 2: not YAML: a character"),
         ("&a [*a]", "contains itself"),
-        ("[" * 5000, "nested too deeply"),
+        ("[" * 700, "nested too deeply"),
         ("{a: " * 40 + "}" * 40, "nested too deeply"),
         ("a: *b", "line 1: not YAML: found undefined alias"),
         ("--- {}\n--- {}", "line 2: not YAML"),
@@ -130,6 +150,12 @@ def test_what_is_no_recipe_at_all(text: str) -> None:
 )
 def test_hostile_texts(text: str, says: str) -> None:
     assert says in refusal(text)
+
+
+def test_two_templates_are_not_a_link() -> None:
+    text = TEXT.replace("lan: {b", '  - {name: "far-{}", count: 2, workers: 2}\nlan: {b')
+    text = text.replace("[ohio, edge-2]", '["far-{}", "edge-{}"]')
+    assert "line 18: links[2].between: found two templates" in refusal(text)
 
 
 def test_every_site_may_not_be_late() -> None:

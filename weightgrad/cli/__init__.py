@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from weightgrad.cli import bench, codecs, doctor, inspect, tour
+from weightgrad.cli import bench, codecs, compare, data, doctor, inspect, report, simulate, strategies, tour
 from weightgrad.errors import WeightGradError
 
 app = typer.Typer(
@@ -17,8 +17,13 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command("codecs")(codecs.codecs)
+app.command("compare")(compare.compare)
+app.add_typer(data.app, name="data")
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
+app.command("report")(report.report)
+app.command("simulate")(simulate.simulate)
+app.command("strategies")(strategies.strategies)
 app.command("tour")(tour.tour)
 
 

@@ -206,9 +206,11 @@
       const mark = document.createElement('i');
       mark.style.borderTopColor = `var(${s.color})`;
       mark.style.borderTopStyle = s.dash === 'solid' ? 'solid' : s.dash === 'dash' ? 'dashed' : 'dotted';
-      button.append(mark, s.name);
+      const name = document.createElement('span');
+      name.textContent = s.name;
+      button.append(mark, name);
       button.type = 'button';
-      button.title = 'show or hide';
+      button.title = `show or hide ${s.name}`;
       button.className = s.ours ? 'ours' : '';
       button.setAttribute('aria-pressed', 'true');
       button.addEventListener('click', () => {

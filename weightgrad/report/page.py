@@ -158,7 +158,7 @@ def _charts(groups: Mapping[str, Sequence[Run]], comparison: Comparison) -> str:
 def _recipes(groups: Mapping[str, Sequence[Run]], command: str | None) -> str:
     made = []
     if command:
-        made.append(f"<p>All of it:</p><pre>{html.escape(command)}</pre>")
+        made.append(f"<p>All of it:</p><pre class='command'>{html.escape(command)}</pre>")
     made.append("<p>One run: save its recipe, then</p><pre>weightgrad simulate recipe.yaml --out DIR</pre>")
     for label, runs in list(groups.items())[:_RECIPES]:
         seeds = ", ".join(str(run.seed) for run in runs)
@@ -184,12 +184,15 @@ def _warnings(runs: Sequence[Run], skipped: Sequence[str]) -> str:
 
 
 def _measured(runs: Sequence[Run]) -> str:
-    said = []
+    """When and on what, as far as `wall.json` says it; each once."""
+    said: dict[str, None] = {}
     for run in runs:
-        text = "; ".join(str(run.wall[key]) for key in ("machine", "date") if run.wall.get(key))
-        if text and text not in said:
-            said.append(text)
-    return " · ".join(said[:4])
+        facts = [str(run.wall[key]) for key in ("machine",) if run.wall.get(key)]
+        facts += [f"{run.wall['cores']} cores"] if run.wall.get("cores") else []
+        facts += [f"torch {run.wall['torch']}"] if run.wall.get("torch") else []
+        facts += [str(run.wall["date"])[:10]] if run.wall.get("date") else []
+        said[", ".join(facts)] = None
+    return "; ".join(list(said)[:4])
 
 
 def page(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,22 +32,23 @@ Groups = Mapping[str, Sequence[Run]]
 
 
 def is_weightgrad(strategy: str) -> bool:
-    """Whether it is ours, with whatever settings."""
-    return strategy.split("(")[0].split("[")[0].strip() == "weightgrad"
+    """Whether it is ours: weightgrad, weightgrad-serial, with whatever settings."""
+    return re.match(r"weightgrad\b", strategy) is not None
 
 
 def styles(names: Iterable[str]) -> list[dict[str, Any]]:
     """A color and a mark for each strategy: grey for the baseline, the accent for weightgrad."""
     made: list[dict[str, Any]] = []
+    names = list(names)
     others = 0
-    accent_taken = False
+    first = min((name for name in names if is_weightgrad(name)), key=len, default=None)  # plain before changed
     for place, name in enumerate(names):
         ours = is_weightgrad(name)
         dash = "solid"
         if name == BASELINE:
             color, dash = "--neutral", "dash"
-        elif ours and not accent_taken:
-            color, accent_taken = "--accent", True
+        elif name == first:
+            color = "--accent"
         else:
             color, dash = f"--series-{others % _COLORS}", _DASHES[others // _COLORS % len(_DASHES)]
             others += 1

@@ -52,3 +52,4 @@ class WorldPlan:
     clip_norm: float | None = None
     codec_speed: float = 1.0
     faults: tuple[Fault, ...] = ()
+    absent: frozenset[str] = frozenset()  # sites that are not there at the start

@@ -80,11 +80,14 @@ class SimSite:
         self._ring: list[QuantizedAllreduce] = []
         workers = self.place.workers
         if self._coded and strategy.exchange == "allreduce" and workers > 1:
-            self._ring = [QuantizedAllreduce(workers, layout.numel, self._codec, derive(key, 3)) for _ in range(workers)]
+            self._ring = [
+                QuantizedAllreduce(workers, layout.numel, self._codec, derive(key, 3, w)) for w in range(workers)
+            ]
         elif self._coded or self.plan.clip_norm is not None:
             clip = self.plan.clip_norm
             self._encoders = [
-                GradientEncoder(layout, self._codec, derive(key, 2, worker), clip_norm=clip) for worker in range(workers)
+                GradientEncoder(layout, self._codec, derive(key, 2, worker), clip_norm=clip)
+                for worker in range(workers)
             ]
 
     # -- a step -----------------------------------------------------------------------------
@@ -209,9 +212,7 @@ def _frames(payloads: tuple[Payload, ...] | list[Payload]) -> int:
     return sum(wire.frame_bytes(payload) for payload in payloads)
 
 
-def make(
-    number: int, place: SitePlace, plan: WorldPlan, task: Task, base: Callable[[], Base]
-) -> SimSite:
+def make(number: int, place: SitePlace, plan: WorldPlan, task: Task, base: Callable[[], Base]) -> SimSite:
     """A site at the start of the run."""
     end = SiteEnd(place.name, base(), plan.strategy.for_site(), task.samples(number), derive(plan.seed, 10, number))
     return SimSite(number, place, plan, task, end)

@@ -83,17 +83,14 @@ class World:
 
     def _base(self) -> Base:
         shares = self.plan.strategy.shares == "gradients"
-        return Base(
-            self.task.layout, self._initial, optimizer=self._optimizer if shares else None, rate=self.plan.rate
-        )
+        return Base(self.task.layout, self._initial, optimizer=self._optimizer if shares else None, rate=self.plan.rate)
 
     # -- the run ----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until every site has finished. Ctrl-C leaves a ledger that can be read."""
-        absent = {name for fault in self.plan.faults if fault.what == "join" for name in fault.where}
         for one in self.sites:
-            if one.place.name in absent:
+            if one.place.name in self.plan.absent:
                 one.alive = False
             else:
                 self.server.members.join(one.place.name)
@@ -113,9 +110,13 @@ class World:
             self._write_end()
 
     def _over(self) -> bool:
-        return all(s.left or s.end.finished or not s.alive for s in self.sites) and not any(
-            fault.what in ("kill", "join") and self.clock.now < fault.at + (fault.seconds or 0)
+        """Every site has finished and has the last base, and no fault is still to bring one back."""
+        there = (s for s in self.sites if s.alive and not s.left)
+        last = self.server.base.version
+        return all(s.end.finished and s.end.base.version == last for s in there) and not any(
+            self.clock.now < fault.at + (fault.seconds or 0)
             for fault in self.plan.faults
+            if fault.what in ("kill", "join", "leave")
         )
 
     # -- a site's time ----------------------------------------------------------------------
@@ -297,6 +298,9 @@ class World:
         assert self._checkpoint is not None
         self._wake = math.inf
         self.act(self.server.restore(self._checkpoint))
+        for one in self.sites:
+            if one.alive and not self.server_known(one):
+                self._send_all(one, one.end.join())  # it came while nobody was there
 
     @property
     def wan_bytes(self) -> int:

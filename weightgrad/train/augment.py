@@ -44,6 +44,8 @@ class Pipeline:
 
     def size(self, size: int) -> int:
         """Side of what comes out when images of this side go in."""
+        if self.crop is not None and size < self.crop:
+            raise DataError(f"cifarnet reads images of {self.crop}x{self.crop} or larger, not {size}x{size}")
         return size if self.crop is None else self.crop
 
     def train(self, images: Tensor, key: int) -> Tensor:
@@ -63,8 +65,9 @@ class Pipeline:
     def test(self, images: Tensor) -> Tensor:
         """Images (n, c, h, w), the middle of each, scaled to float32; integers that are no images pass through."""
         if self.crop is not None:
-            top, left = (images.shape[2] - self.crop) // 2, (images.shape[3] - self.crop) // 2
-            images = images[:, :, top : top + self.crop, left : left + self.crop]
+            side = self.size(images.shape[2])
+            top = (images.shape[2] - side) // 2
+            images = images[:, :, top : top + side, top : top + side]
         return self._scaled(images)
 
     def _scaled(self, images: Tensor) -> Tensor:

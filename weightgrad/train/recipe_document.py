@@ -54,8 +54,7 @@ for _kind, _pattern, _first in (
         list("-+0123456789."),
     ),
 ):
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,11 @@ def sites(recipe: Recipe) -> Iterator[Site]:
         lan = recipe.lan if entry.lan is None else _changed(recipe.lan, entry.lan)
         compute = recipe.compute if entry.compute is None else _changed(recipe.compute, entry.compute)
         for name in entry.names:
-            slow = tuple(s for s in compute.stragglers if s.site in (None, name, entry.name))
+            slow = tuple(
+                straggler.model_copy(update={"site": straggler.site and name})
+                for straggler in compute.stragglers
+                if straggler.site in (None, name, entry.name)
+            )
             yield Site(name, entry.workers, lan, compute.model_copy(update={"stragglers": slow}))
 
 

@@ -96,6 +96,7 @@ def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
         ema=training.ema,
         clip_norm=training.clip_norm,
         faults=faults,
+        absent=recipe.absent_at_start,
     )
 
 

@@ -2,11 +2,13 @@
 
 Six hidden numbers z ~ N(0, 1) decide both. A random two-layer network turns z into a smooth 16x16 image, to
 which noise is added; a random teacher turns z into ten scores, offset until every class is equally likely,
-and the largest is the label. Of three candidates one is kept, where the teacher was surest: a task with an
-answer. Everything follows from the seed: another seed is another task.
+and the largest is the label. Of three candidates one is kept, where the teacher was surest of its class: a
+task with an answer. Everything follows from the seed: another seed is another task.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ def make(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return torch.randn(*shape, generator=generator)
 
     def layer(inputs: Tensor, width: int) -> Tensor:
-        return inputs @ normal(inputs.shape[1], width) / inputs.shape[1] ** 0.5
+        return inputs @ normal(inputs.shape[1], width) / math.sqrt(inputs.shape[1])
 
     hidden = normal(_CANDIDATES * (TRAIN + TEST), _HIDDEN)
     scores = layer(torch.tanh(layer(hidden, _WIDTH)), CLASSES)
@@ -34,8 +36,10 @@ def make(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         share = torch.bincount(scores.argmax(1), minlength=CLASSES) / len(scores)
         scores -= 0.5 * (share - 1 / CLASSES)
     first, second = scores.topk(2).values.T
-    kept = (first - second).argsort(descending=True, stable=True)[: TRAIN + TEST]
-    kept = kept[torch.randperm(len(kept), generator=generator)]
+    surest = (first - second).argsort(descending=True, stable=True)
+    named = scores[surest].argmax(1)
+    kept = torch.cat([surest[named == label][: (TRAIN + TEST) // CLASSES] for label in range(CLASSES)])
+    kept = kept[torch.randperm(TRAIN + TEST, generator=generator)]
     labels = scores[kept].argmax(1)
     coarse = layer(torch.tanh(1.5 * layer(hidden[kept], _WIDTH)), 36).view(-1, 1, 6, 6)
     images = functional.interpolate(coarse, SIDE, mode="bilinear", align_corners=True)

@@ -48,7 +48,9 @@ class Training:
         ]
         self.epoch_steps = max(1, self._dataset.train_count // recipe.training.batch)
         self._key = derive(recipe.seed, 3)
-        self._test = torch.arange(min(recipe.training.evaluate_on or self._dataset.test_count, self._dataset.test_count))
+        self._test = torch.arange(
+            min(recipe.training.evaluate_on or self._dataset.test_count, self._dataset.test_count)
+        )
 
     def initial(self) -> Tensor:
         """The weights a fresh model has."""
@@ -109,14 +111,11 @@ def _loss(scores: Tensor, answers: Tensor) -> Tensor:
 
 
 def _load(recipe: Recipe) -> Dataset | TextDataset:
-    options = recipe.model.options
+    """The split into training and test data is the same for every seed."""
     directory = Path(recipe.data.directory) if recipe.data.directory is not None else None
+    context = int(recipe.model.options.get("context", datasets.CONTEXT))
     try:
-        if "context" in options:
-            return datasets.load(
-                recipe.data.name, directory, recipe.seed, recipe.data.limit, context=int(options["context"])
-            )
-        return datasets.load(recipe.data.name, directory, 0, recipe.data.limit)
+        return datasets.load(recipe.data.name, directory, 0, recipe.data.limit, context=context)
     except DataError as error:
         raise recipe.error(("data", "name"), str(error)) from error
 
@@ -125,8 +124,19 @@ def _shards(recipe: Recipe, dataset: Dataset | TextDataset, workers: list[int]) 
     how = recipe.data.shards
     try:
         if how == "folders":
-            return shards.by_site(dataset.site_ids, dataset.site_names, [s.name for s in recipe.site_list], workers)
-        skew = shards.Dirichlet(how.dirichlet) if isinstance(how, Dirichlet) else "iid"
-        return shards.shard(dataset.strata, workers, skew, recipe.seed)
+            return shards.by_site(_folder_ids(recipe, dataset), workers, recipe.seed)
+        if isinstance(how, Dirichlet):
+            return shards.shard(dataset.strata, workers, shards.Dirichlet(how.dirichlet), recipe.seed)
+        return shards.shard(dataset.strata, workers, "iid", recipe.seed)
     except DataError as error:
         raise recipe.error(("data", "shards"), str(error)) from error
+
+
+def _folder_ids(recipe: Recipe, dataset: Dataset | TextDataset) -> Tensor:
+    """The recipe's number of the site that each sample lies in."""
+    names = [site.name for site in recipe.site_list]
+    if dataset.site_ids is None:
+        raise DataError(f"{dataset.name} has no folders of sites; lay it out as DIRECTORY/SITE/train/CLASS, or use iid")
+    if unknown := sorted(set(dataset.site_names) - set(names)):
+        raise DataError(f"folders {', '.join(unknown)} are none of the sites {', '.join(names)}; name them alike")
+    return torch.tensor([names.index(name) for name in dataset.site_names])[dataset.site_ids]

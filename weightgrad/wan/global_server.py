@@ -167,6 +167,9 @@ class GlobalServer:
             self._welcome(self.members.join(push.site), push.seen, out)
         if push.round <= member.round:
             return  # sent again, and taken already
+        if push.after > member.round:
+            self._welcome(member, push.seen, out)  # one before it was lost: both must come again, in order
+            return
         number = self._round + 1 if self._plan.consistency.alone else max(push.round, self._round + 1)
         if number not in self._rounds:
             self._open(number, push.site, now, out)
@@ -298,7 +301,7 @@ class GlobalServer:
         return found
 
     def restore(self, state: dict[str, Tensor]) -> Outbox:
-        """Become the server of that checkpoint; tells its sites to say where they are."""
+        """Become the server of that checkpoint; tells its sites, the lost ones too, to say where they are."""
         version, step, self._round, samples = (int(x) for x in state["clock"])
         self._samples = samples or None
         own = {k.removeprefix("base."): v for k, v in state.items() if k.startswith("base.")}
@@ -312,7 +315,7 @@ class GlobalServer:
                 live, done, taken = (int(x) for x in tensor)
                 name = key.removeprefix("member.")
                 self.members.by_name[name] = Member(name, bool(live), bool(done), taken, taken, -1)
-        return Outbox([(m.name, Restarted()) for m in self.members.listening])
+        return Outbox([(m.name, Restarted()) for m in self.members.by_name.values() if m.live or not m.done])
 
 
 def _flat(found: list[Stretch]) -> list[Stretch]:

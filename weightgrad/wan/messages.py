@@ -38,6 +38,7 @@ class Push:
 
     site: str
     round: int
+    after: int  # the round of the site's push before this one: what shows that one was lost
     step: int
     seen: int  # version of the base it was computed on
     samples: int

@@ -89,7 +89,7 @@ class Outbound:
             state = codec.init(x)
         payload, state = codec.encode_feedback(x, held, state, derive(key, stretch.start))
         if not self._keep:
-            held.zero_()
+            self._forget(held)
         if instead is None:
             self._states[stretch.start] = state
         return Part(stretch.start, payload)
@@ -99,17 +99,22 @@ class Outbound:
             return ()
         values = self.held[indices]
         codec = self._codec
-        payload, inner = pack_entries(indices, values, self.held, codec, key)
+        payload, _ = pack_entries(indices, values, self.held, codec, key)
         dense = 4 * self.held.numel() + 64
         if isinstance(codec, Fp32) and wire.frame_bytes(payload) > dense:
             whole, _ = codec.encode(self.held, {}, key)  # all of it is smaller than naming the entries
             self.held.zero_()
             return (Part(0, whole),)
-        del inner
         Part(0, payload).into(self.held, fixed.SUBTRACT)
         if not self._keep:
+            rest = self.held[indices]
             self.held[indices] = 0
+            self._forget(rest)
         return (Part(0, payload),)
+
+    def _forget(self, noise: Tensor) -> None:
+        """What an unbiased codec rounded away, in systems that do not keep it."""
+        noise.zero_()
 
     def state(self) -> dict[str, Tensor]:
         """Everything it remembers, as named tensors."""

@@ -27,7 +27,7 @@ def part(kind: str, name: str) -> Callable[[Kind], Kind]:
         if name in table:
             raise ValueError(f"{kind} {name!r} is taken")
         table[name] = cls
-        cls.word = name
+        cls.word = name  # type: ignore[attr-defined]
         return cls
 
     return enter

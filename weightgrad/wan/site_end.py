@@ -65,7 +65,8 @@ class SiteEnd:
         self._samples = samples
         self._flights: list[_Flight] = []
         self._inbox: dict[int, Answer] = {}
-        self._round = 0  # the last round pushed for
+        self._round = 0  # the last round pushed for, or known to be over
+        self._pushed = 0  # the last round pushed for
         self._round_step = 0
         self._called = 0
         self._heard = 0.0
@@ -180,11 +181,10 @@ class SiteEnd:
     def finish(self, now: float) -> list[Message]:
         """Training is over: send all that is pending."""
         self._finishing = True
-        codec = self.plan.flush
-        if codec is None:
-            self.pending.put(self._fresh(None))
-            return [self._begin(now, torch.zeros_like(self.base.vector), _NOTHING, 0, final=True)]
-        return [self._begin(now, self._fresh(None), All(), 0, codec=codec, final=True)]
+        fresh = self._fresh(None)
+        if self.plan.flush is None or not (bool(fresh.any()) or bool(self.pending.held.any())):
+            return [self._begin(now, fresh, _NOTHING, 0, final=True)]
+        return [self._begin(now, fresh, All(), 0, codec=self.plan.flush, final=True)]
 
     def new_epoch(self, rate: float) -> None:
         """An epoch has ended, with this learning rate: the dynamic threshold moves."""
@@ -232,7 +232,8 @@ class SiteEnd:
             threshold=self.threshold.value if self.threshold else 0.0,
             codec=codec,
         )
-        push = Push(self.name, self._round, self.step, self.base.version, self._samples, parts, final)
+        push = Push(self.name, self._round, self._pushed, self.step, self.base.version, self._samples, parts, final)
+        self._pushed = self._round
         self._flights.append(_Flight(push, now))
         return push
 

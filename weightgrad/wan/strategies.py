@@ -93,12 +93,12 @@ class Strategy:
                 if getattr(self, name) != plain:
                     raise StrategyError(f"{name} = {getattr(self, name)!r} needs shares = 'updates', not 'gradients'")
             if self.aggregator.startswith("outer"):
-                raise StrategyError(f"aggregator {self.aggregator!r} is an optimizer on updates; set shares = 'updates'")
+                raise StrategyError(f"aggregator {self.aggregator!r} moves updates; set shares = 'updates'")
         carries = self._error_carrier()
         if not self.keep_loss and carries is not None:
             raise StrategyError(f"keep_loss = false, but {carries} is error feedback; take a plain codec or keep it")
         if self.exchange == "allreduce" and (self.weights != "fp32" or self.combine == "serial"):
-            raise StrategyError("quantized weights and serial workers need exchange = 'server': the local server has them")
+            raise StrategyError("quantized weights and serial workers need exchange = 'server'")
         if self.judge == "quantized" and self.weights == "fp32":
             raise StrategyError("judge = 'quantized', but the weights are fp32")
 
@@ -234,7 +234,7 @@ TABLE = _table(
     ),
     Strategy(
         name="weightgrad",
-        about="the few significant entries, their signs and one size, overlapped; quantized gradients and weights on the LAN",
+        about="the few largest pending entries by sign and one size, overlapped; quantized inside the site",
         shares="updates",
         exchange="server",
         gradients="qsgd(bits=4)",

@@ -2,8 +2,9 @@
 
 24 x 24 crops; convolution 5x5x64, max-pool 3/2, response norm, convolution 5x5x64, response norm,
 max-pool 3/2, dense 384, 192, classes. 1,068,298 parameters. The tutorial's initial weights (truncated
-normal, std 0.05 and 0.04) are replaced by He's, and its weight decay on the dense layers is left to the
-optimizer.
+normal, std 0.05 and 0.04) are replaced by torch's own, which learn faster than He's here (200 steps of 128
+with learning rate 0.05 and momentum 0.9: loss 1.68 against 1.73); its weight decay on the dense layers is left
+to the optimizer.
 
 Written for one processor core. Memory formats are chosen layer by layer, by measurement: the first
 convolution, pooling and response norm are fastest channels-last, the second convolution is not. ReLU after
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weightgrad.train.models.initial import at_least, he
+from weightgrad.train.models.initial import at_least
 from weightgrad.train.models.response_norm import ResponseNorm
 
 
@@ -32,7 +33,6 @@ class CifarNet(nn.Module):
         self.linear1 = nn.Linear(64 * (size // 4) ** 2, 384)
         self.linear2 = nn.Linear(384, 192)
         self.linear3 = nn.Linear(192, classes)
-        he(self, last=self.linear3)
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores (n, classes) of images (n, channels, size, size)."""

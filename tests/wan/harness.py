@@ -1,0 +1,181 @@
+"""Sites and a server with queues between them instead of links: any order of events can be tried."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightgrad.kernels.noise import derive
+from weightgrad.site.layout import Layout
+from weightgrad.wan.base import Base
+from weightgrad.wan.global_server import GlobalServer, Outbox
+from weightgrad.wan.messages import Message, Push
+from weightgrad.wan.site_end import SiteEnd
+from weightgrad.wan.strategies import Strategy, find
+
+LAYOUT = Layout.of_shapes([("a.weight", (6, 5)), ("a.bias", (6,)), ("b.weight", (4, 6)), ("b.bias", (4,))])
+
+
+def noise(*parts: int) -> Tensor:
+    return torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(derive(7, *parts) >> 1))
+
+
+class Harness:
+    """`step`, `up`, `down`, `crash_site`, `crash_server` in any order; then `finish` and look."""
+
+    def __init__(self, name: str, sites: int = 3, **changes: Any) -> None:
+        self.strategy: Strategy = find(name, changes)
+        self.now = 0.0
+        self.server = GlobalServer(self._base(), self.strategy.for_server(), 1)
+        self.names = [f"site-{i}" for i in range(sites)]
+        plan = self.strategy.for_site()
+        self.ends = {n: SiteEnd(n, self._base(), plan, samples=8, key=derive(2, i)) for i, n in enumerate(self.names)}
+        self.to_server: dict[str, deque[Message]] = {n: deque() for n in self.names}
+        self.to_site: dict[str, deque[Message]] = {n: deque() for n in self.names}
+        self.made: dict[tuple[str, int], Push] = {}
+        self.taken: list[tuple[str, int]] = []
+        self.updates = {n: torch.zeros(LAYOUT.numel, dtype=torch.float64) for n in self.names}
+        self.forgotten = {n: torch.zeros(LAYOUT.numel, dtype=torch.float64) for n in self.names}
+        self.checkpoint = self.server.checkpoint()
+        for n in self.names:
+            self._watch_forgetting(n)
+            self.server.members.join(n)
+            self._send(n, self.ends[n].join())
+        self.checkpoint = self.server.checkpoint()
+        for n in self.names:
+            self.drain(n)
+
+    def _base(self) -> Base:
+        shares = self.strategy.shares == "gradients"
+        optimizer = ("sgd", {"lr": 0.1, "momentum": 0.0}) if shares else None
+        return Base(LAYOUT, noise(99), optimizer=optimizer, rate=lambda step: 0.1)
+
+    def _watch_forgetting(self, name: str) -> None:
+        pending = self.ends[name].pending
+        original = pending._encode
+
+        def encode(stretch: Any, *rest: Any) -> Any:
+            def forget(held: Tensor) -> None:
+                self.forgotten[name][stretch.start : stretch.stop] += held.double()
+                held.zero_()
+
+            pending._forget = forget  # type: ignore[method-assign,assignment]
+            return original(stretch, *rest)
+
+        pending._encode = encode  # type: ignore[method-assign,assignment]
+
+    # -- events -----------------------------------------------------------------------------
+
+    def step(self, name: str) -> bool:
+        """One local step, if the site may."""
+        end = self.ends[name]
+        end.settle()
+        if end._finishing or end.blocked(self.now) is not None:
+            return False
+        update = noise(self.names.index(name), end.step) * 0.1
+        self.now += 0.01
+        if self.strategy.shares == "gradients":
+            self.updates[name] += update.double()
+            self._send(name, end.stepped(self.now, update))
+        else:
+            before = end.model.double().clone()
+            end.model += update
+            self.updates[name] += end.model.double() - before
+            self._send(name, end.stepped(self.now))
+        return True
+
+    def _send(self, name: str, messages: list[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Push):
+                self.made.setdefault((message.site, message.round), message)
+            self.to_server[name].append(message)
+
+    def up(self, name: str) -> bool:
+        """The oldest message to the server arrives."""
+        if not self.to_server[name]:
+            return False
+        self.act(self.server.receive(self.to_server[name].popleft(), self.now))
+        return True
+
+    def act(self, out: Outbox) -> None:
+        for closed in out.closed:
+            self.taken += list(closed.answer.taken.items())
+        if out.closed:
+            self.checkpoint = self.server.checkpoint()
+        for name, message in out.messages:
+            self.to_site[name].append(message)
+
+    def down(self, name: str) -> bool:
+        """The oldest message to a site arrives."""
+        if not self.to_site[name]:
+            return False
+        self._send(name, self.ends[name].receive(self.to_site[name].popleft(), self.now))
+        self.ends[name].settle()
+        return True
+
+    def drain(self, name: str) -> None:
+        while self.up(name) or self.down(name):
+            pass
+
+    def crash_site(self, name: str) -> None:
+        """What was on its way from and to it is gone; it comes back with its state."""
+        self.to_server[name].clear()
+        self.to_site[name].clear()
+        self._send(name, self.ends[name].join())
+
+    def crash_server(self) -> None:
+        """Back to the last checkpoint; everything on its way is gone."""
+        for n in self.names:
+            self.to_server[n].clear()
+            self.to_site[n].clear()
+        self.act(self.server.restore(self.checkpoint))
+
+    def time_out(self) -> None:
+        """The server's next deadline passes."""
+        wake = self.server.next_wake()
+        if wake is not None:
+            self.now = max(self.now, wake)
+            self.act(self.server.wake(self.now))
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Every site flushes; everything is delivered until nothing moves."""
+        for n in self.names:
+            self.ends[n].settle()
+        for _ in range(10_000):
+            moved = False
+            for n in self.names:
+                end = self.ends[n]
+                end.settle()
+                if not end._finishing and end.blocked(self.now) is None:
+                    self._send(n, end.finish(self.now))
+                    moved = True
+                moved = self.up(n) or moved
+                moved = self.down(n) or moved
+            if not moved:
+                break
+        for n in self.names:
+            self.ends[n].settle()
+
+    def check(self) -> None:
+        """Nothing lost, nothing taken twice, one base."""
+        for n, end in self.ends.items():
+            assert end.finished, (n, end.blocked(self.now), end.in_flight)
+            sent = torch.zeros(LAYOUT.numel)
+            total = torch.zeros(LAYOUT.numel, dtype=torch.float64)
+            for (site, _), push in self.made.items():
+                if site == n:
+                    sent.zero_()
+                    for part in push.parts:
+                        part.into(sent, 1)
+                    total += sent.double()
+            fresh = (end.model - end._mark).double()
+            accounted = total + end.pending.held.double() + fresh + self.forgotten[n]
+            torch.testing.assert_close(accounted, self.updates[n], rtol=1e-4, atol=2e-5)
+            assert end.base.version == self.server.base.version
+            assert end.base.digest() == self.server.base.digest()
+        assert sorted(self.taken) == sorted(self.made), "every push is taken exactly once"
