@@ -34,17 +34,20 @@ def chosen_strategy(recipe: Recipe) -> Strategy:
     """The recipe's row, with its changes; a mistake is the recipe's, at its line."""
     choice = recipe.strategy
     try:
-        strategies.find(choice.name)
+        return strategies.find(choice.name, choice.overrides)
     except StrategyError as error:
-        raise recipe.error(("strategy",), str(error)) from None
-    done: dict[str, Any] = {}
-    for key, value in choice.overrides.items():
-        done[key] = value
+        wrong = next((key for key, value in choice.overrides.items() if _alone_wrong(choice.name, key, value)), None)
+        raise recipe.error(("strategy",) if wrong is None else ("strategy", wrong), str(error)) from None
+
+
+def _alone_wrong(name: str, key: str, value: object) -> bool:
+    """Whether this one change is a mistake by itself, not only together with the others."""
     try:
-        return strategies.find(choice.name, done)
-    except StrategyError as error:
-        named = next((key for key in done if f"{key} =" in str(error) or f"{key!r}" in str(error)), None)
-        raise recipe.error(("strategy", named) if named else ("strategy",), str(error)) from None
+        strategies.find(name)
+        strategies.find(name, {key: value})
+    except StrategyError:
+        return name in strategies.TABLE
+    return False
 
 
 def rate_of(recipe: Recipe) -> Callable[[int], float]:

@@ -23,7 +23,11 @@ _TEST_BATCH = 500
 
 
 class Training:
-    """One module, used for every site in turn: its parameters are pointed at the weights it is given."""
+    """One module, used for every site in turn: its parameters are pointed at the weights it is given.
+
+    Buffers (running statistics of batch norm) are the module's own: they see every worker's batches, as
+    if sites averaged them at every step, and no bytes are counted for that.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self._dataset = _load(recipe)
@@ -79,7 +83,7 @@ class Training:
             labels.append(answers)
         self._point_at(weights)
         self._module.train()
-        loss = _loss(self._module(torch.cat(inputs)), torch.cat(labels))
+        loss = functional.cross_entropy(self._module(torch.cat(inputs)), torch.cat(labels))
         self._gradient.zero_()
         loss.backward()
         return Gradient(self._gradient, float(loss.detach()))
@@ -100,14 +104,10 @@ class Training:
         for indices in self._test.split(_TEST_BATCH):
             images, answers = self._dataset.test(indices)
             scores = self._module(self._pipeline.test(images))
-            loss += float(_loss(scores, answers)) * answers.numel()
-            right += int((scores.argmax(-1) == answers).sum())
+            loss += float(functional.cross_entropy(scores, answers)) * answers.numel()
+            right += int((scores.argmax(1) == answers).sum())
             count += answers.numel()
         return Score(right / count, loss / count)
-
-
-def _loss(scores: Tensor, answers: Tensor) -> Tensor:
-    return functional.cross_entropy(scores.flatten(0, -2), answers.flatten())
 
 
 def _load(recipe: Recipe) -> Dataset | TextDataset:

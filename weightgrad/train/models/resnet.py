@@ -4,7 +4,8 @@ The thin ones have 6n + 2 layers of 16, 32 and 64 channels, and shortcuts withou
 every second pixel, missing channels zero): 269,722 and 1,727,962 parameters with 10 classes. ResNet-50 has
 bottlenecks and projections: 25,557,032 with 1000 classes; below 64x64 its stem is 3x3 with stride 1 and no
 pool. Batch norm keeps running statistics in buffers, which are no parameters: who averages models must
-think of them. The last norm of a block starts at zero, so a block starts as the identity (Goyal et al., 2017).
+think of them. In ResNet-50 the last norm of a block starts at zero, so a block starts as the identity (Goyal et
+al., 2017); the thin ones learn faster in their first steps without that, and with torch's last layer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ class Basic(nn.Module):
         self.conv1, self.norm1 = _conv(inputs, outputs, 3, stride), nn.BatchNorm2d(outputs)
         self.conv2, self.norm2 = _conv(outputs, outputs, 3), nn.BatchNorm2d(outputs)
         self.stride, self.missing = stride, outputs - inputs
-        nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, h, w) to (n, outputs, h / stride, w / stride)."""
@@ -77,8 +77,8 @@ class ThinResNet(nn.Module):
                 layers.append(Basic(inputs, width, stride=1 if inputs == width else 2))
                 inputs = width
         self.layers = nn.Sequential(*layers)
+        he(self.layers)
         self.last = nn.Linear(64, classes)
-        he(self, last=self.last)
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores (n, classes) of images (n, channels, size, size)."""
