@@ -26,8 +26,8 @@
 
   const AXES = {
     step: { key: 'step', title: 'steps', scale: 1, type: 'linear' },
-    time: { key: 'time', title: `virtual time, ${data.time.unit}`, scale: 1 / data.time.seconds, type: 'linear' },
-    bytes: { key: 'bytes', title: 'bytes over the WAN (log scale)', scale: 1, type: 'log' },
+    time: { key: 'time', title: `virtual time, ${data.time.unit} (log scale)`, scale: 1 / data.time.seconds, type: 'log' },
+    bytes: { key: 'bytes', title: 'bytes over the WAN (log scale)', scale: 1, type: 'log', suffix: 'B' },
   };
 
   function axis(extra) {
@@ -89,7 +89,7 @@
     const log = x.type === 'log';
     draw(id, traces, layout({
       xaxis: axis({ title: x.title, type: x.type, rangemode: log ? 'normal' : 'tozero',
-                    ...(log ? { tickformat: '~s', ticksuffix: 'B', dtick: 1 } : {}) }),
+                    ...(log ? { tickformat: x.suffix ? '~s' : '~g', ticksuffix: x.suffix || '', dtick: 1 } : {}) }),
       yaxis: axis({ title: yTitle }),
       hovermode: 'closest',
       shapes: state.axis === 'time' ? faultShapes() : [],
