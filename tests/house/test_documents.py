@@ -10,6 +10,7 @@ import pytest
 
 from weightgrad import codecs
 from weightgrad.report import codec_bench
+from weightgrad.wan import parts, strategies
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -78,3 +79,15 @@ def test_the_readme_says_what_the_benchmark_said() -> None:
         assert found[1].split(" | ")[2:5] == [encode, decode, bits]
         if rival != "–":  # noqa: RUF001
             assert f"| {rival} |" in rivals
+
+
+def test_every_strategy_is_documented() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "strategies.md").read_text(), re.MULTILINE)
+    assert [name for name in rows if name in strategies.TABLE] == list(strategies.TABLE)
+
+
+@pytest.mark.parametrize("kind", ["trigger", "selector", "aggregator", "consistency", "resume"])
+def test_every_part_is_documented(kind: str) -> None:
+    written = (ROOT / "docs" / "strategies.md").read_text()
+    for signature in parts.available(kind):
+        assert f"`{signature.split('(')[0]}" in written, signature

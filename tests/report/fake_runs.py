@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weightgrad.train.recipe import Recipe
-from weightgrad.train.run import Progress
+from weightgrad.train.run import Progress, chosen_strategy
 
 RECIPE = """
 name: paper
@@ -82,7 +82,14 @@ def simulate(
     noise = random.Random(f"{name} {seed}")
     shift, every = noise.gauss(0, 0.003), values["training"]["evaluate_every"]
     lines: list[dict[str, Any]] = [
-        {"kind": "run", "t": 0, "name": values["name"], "strategy": name, "row": {"codec": "fp32"}, "seed": seed}
+        {
+            "kind": "run",
+            "t": 0,
+            "name": values["name"],
+            "strategy": name,
+            "row": chosen_strategy(recipe).row(),
+            "seed": seed,
+        }
         | {"steps": steps, "parameters": 1068298, "sites": list(sites), "workers": 4 * len(sites), "recipe": values}
     ]
     last = steps if status == "finished" else steps // 2

@@ -87,9 +87,9 @@ def test_staleness_stays_within_its_bound(bound: int, tmp_path: Path, monkeypatc
     ahead: list[int] = []
     original = SimSite.compute
 
-    def compute(self: SimSite, applied: Any) -> Any:
+    def compute(self: SimSite) -> Any:
         ahead.append(self.end._pushed - self.end.base.version)
-        return original(self, applied)
+        return original(self)
 
     monkeypatch.setattr(SimSite, "compute", compute)
     made = plan("baseline", changes={"consistency": f"bounded({bound})"})

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from weightgrad.cli import recipe_argument
-from weightgrad.report import comparison, comparison_table, page, sweep
+from weightgrad.report import comparison, comparison_table, curves, page, sweep
 from weightgrad.report.choices import parse_choices, safe_name
 from weightgrad.report.machine import measured_on
 from weightgrad.report.progress import watching
@@ -97,6 +97,10 @@ def _conclude(
     page.write(
         {name: runs for name, runs in groups.items() if runs}, paths[-1], target=target, command=command, skipped=told
     )
+    chart = curves.draw(groups, title=f"{runs[0].name}: accuracy over time")
+    if chart:
+        paths.append(directory / "comparison.svg")
+        paths[-1].write_text(chart, encoding="utf-8")
     console.print("\nWritten:")
     for path in paths:
         console.print(Text(f"  {path}"), soft_wrap=True)

@@ -32,6 +32,7 @@ from weightgrad.report.choices import Choice
 from weightgrad.report.comparison import flat
 from weightgrad.report.runs import FILES, Run
 from weightgrad.train.recipe import Recipe
+from weightgrad.train.run import chosen_strategy
 from weightgrad.wan import strategies
 
 if TYPE_CHECKING:
@@ -77,10 +78,10 @@ def finished(job: Job) -> bool:
         return False
     try:
         header = ledger.read(path)[0]
-        there = header["recipe"]
+        there = {**header["recipe"], "row": header["row"]}
     except (RunError, LookupError):
         return False
-    wanted = json.loads(json.dumps(job.recipe.dump()))
+    wanted = json.loads(json.dumps({**job.recipe.dump(), "row": chosen_strategy(job.recipe).row()}))
     if there != wanted:
         old, new = flat(there), flat(wanted)
         changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]

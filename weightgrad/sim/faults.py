@@ -42,7 +42,7 @@ def _strike(world: World, fault: Fault) -> None:
 
 def _scale(world: World, fault: Fault, factor: float) -> None:
     _note(world, "heal" if factor == 1.0 else fault.what if fault.what != "flap" else "cut", fault.where)
-    world.links.scale(world.clock.now, world.links.place(*fault.where), factor)
+    world.links.scale(world.clock.now, world.links.place(*fault.where), factor, fault)
     world.replan()
 
 
@@ -85,6 +85,8 @@ def _kill_server(world: World, fault: Fault) -> None:
 
 
 def _return_server(world: World, fault: Fault) -> None:
+    if world.server_alive:
+        return  # it was killed twice, and is back
     _note(world, "return", fault.where)
     world.server_alive = True
     world.restore_server()

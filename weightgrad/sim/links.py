@@ -5,7 +5,7 @@ server's network card share that too (max-min: a flow that its own link holds ba
 the others). The last byte arrives one delay after it left. Loss is modelled by what it does to TCP: a
 connection gets at most MSS/RTT * sqrt(3/2)/sqrt(loss) (Mathis et al., 1997), CONNECTIONS of them
 carry a message, and lost bytes are sent again. A cut link moves nothing; what is on its way goes on
-when it heals.
+when it heals. Messages of one direction arrive in the order in which they were sent, as on any stream.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class _Flow:
     receiver: str
     rate: float = 0.0
     finish: float = math.inf
+    through: bool = False  # all of it has left; it waits for those sent before it
 
 
 class Links:
@@ -73,7 +74,7 @@ class Links:
             if server in link.between:
                 self._to[next(end for end in link.between if end != server)] = place
         self._card = math.inf if server_bit_s is None else server_bit_s / 8
-        self._factor = [1.0] * len(links)
+        self._faults: list[dict[object, float]] = [{} for _ in links]  # by cause
         self._flows: list[_Flow] = []
         self._then = 0.0
         self.bytes = [[0, 0] for _ in links]  # towards the first and the second of `between`
@@ -93,21 +94,26 @@ class Links:
         """Put a message on its link; `arrive` when its last byte has left (the delay comes on top)."""
         upward = receiver == self._server
         place = self._to[sender if upward else receiver]
-        ends = self.links[place].between
-        self.bytes[place][0 if ends[0] == receiver else 1] += nbytes
+        self.bytes[place][self._side(place, receiver)] += nbytes
         self._advance(now)
         self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
         self._share(now)
 
-    def scale(self, now: float, place: int, factor: float) -> None:
-        """A fault: the link carries this share of what it should (0: cut)."""
+    def _side(self, place: int, receiver: str) -> int:
+        return 0 if self.links[place].between[0] == receiver else 1
+
+    def scale(self, now: float, place: int, factor: float, cause: object = None) -> None:
+        """A fault: the link carries this share of what it should (0: cut; 1: this cause is over)."""
         self._advance(now)
-        self._factor[place] = factor
+        self._faults[place][cause] = factor
         self._share(now)
 
     def drop(self, now: float, end: str) -> None:
         """Whatever is on its way from or to this place is gone."""
         self._advance(now)
+        for flow in self._flows:
+            if end in (flow.sender, flow.receiver):  # what had not left yet never will
+                self.bytes[flow.link][self._side(flow.link, flow.receiver)] -= int(flow.left)
         self._flows = [f for f in self._flows if end not in (f.sender, f.receiver)]
         self._share(now)
 
@@ -122,10 +128,18 @@ class Links:
     def run(self, now: float) -> list[tuple[float, Callable[[], None]]]:
         """The flows that have ended by now, each with the delay until it arrives."""
         self._advance(now)
-        ended = [f for f in self._flows if f.finish <= now]
-        self._flows = [f for f in self._flows if f.finish > now]
+        kept, arrived, behind = [], [], set()
+        for flow in self._flows:
+            flow.through = flow.through or flow.finish <= now
+            lane = (flow.link, flow.upward)
+            if flow.through and lane not in behind:
+                arrived.append(flow)
+            else:
+                behind.add(lane)
+                kept.append(flow)
+        self._flows = kept
         self._share(now)
-        return [(self.links[f.link].delay_seconds, f.arrive) for f in ended]
+        return [(self.links[f.link].delay_seconds, f.arrive) for f in arrived]
 
     def _advance(self, now: float) -> None:
         passed = now - self._then
@@ -134,18 +148,26 @@ class Links:
                 flow.left = max(0.0, flow.left - flow.rate * passed)
         self._then = now
 
+    def _left(self, place: int) -> float:
+        return math.prod(self._faults[place].values())
+
     def _share(self, now: float) -> None:
         for upward in (True, False):
-            flows = [f for f in self._flows if f.upward == upward]
+            flows = [f for f in self._flows if f.upward == upward and not f.through]
             crowd: dict[int, int] = {}
             for flow in flows:
                 crowd[flow.link] = crowd.get(flow.link, 0) + 1
             for flow in flows:
-                flow.rate = self.links[flow.link].rate_bytes(now) * self._factor[flow.link] / crowd[flow.link]
+                flow.rate = self.links[flow.link].rate_bytes(now) * self._left(flow.link) / crowd[flow.link]
             if self._card < math.inf:
                 _fill(flows, self._card)
         for flow in self._flows:
-            flow.finish = now if flow.left <= 0 else now + flow.left / flow.rate if flow.rate > 0 else math.inf
+            if flow.through:
+                flow.left, flow.rate, flow.finish = 0.0, 0.0, math.inf
+            elif flow.left <= 0:
+                flow.finish = now
+            else:
+                flow.finish = now + flow.left / flow.rate if flow.rate > 0 else math.inf
 
 
 def _fill(flows: list[_Flow], capacity: float) -> None:

@@ -18,7 +18,7 @@ from weightgrad.site.allreduce import QuantizedAllreduce
 from weightgrad.site.local_server import Combiner, LocalServer
 from weightgrad.site.worker import GradientEncoder
 from weightgrad.wan.base import Base
-from weightgrad.wan.messages import Answer, parts_bytes
+from weightgrad.wan.messages import Answer, numel, parts_bytes
 from weightgrad.wan.site_end import SiteEnd
 
 
@@ -58,21 +58,25 @@ class SimSite:
     open_step: Step | None = None
     life: int = 0  # counts deaths, so that events of an earlier life are void
     waiting_since: float | None = None
+    encoded: float = 0.0  # when the last push has been encoded: the next leaves after it
+    applied: list[Answer] = field(default_factory=list)  # answers the workers have not been handed yet
 
     def __post_init__(self) -> None:
         strategy, layout = self.plan.strategy, self.task.layout
         self._codec = strategy.wan_codec("gradients")
         self._coded = not isinstance(self._codec, Fp32)
         self._weights_out = strategy.weights_out
+        self._spreads = strategy.shares == "updates" and strategy.exchange == "server"  # weights, each step
         self.local: LocalServer | None = None
         key = derive(self.plan.seed, 11, self.number)
         if strategy.shares == "updates":
             self.local = LocalServer(
                 layout,
                 self.end.model,
-                self.plan.optimizer,
+                (self.plan.optimizer[0], strategy.optimizer_with(self.plan.optimizer[1])),
                 combine=strategy.combine,
                 weights_out=self._weights_out,
+                serial_scale=strategy.serial_scale,
                 key=derive(key, 1),
             )
         self._combiner = Combiner(layout)
@@ -83,19 +87,24 @@ class SimSite:
             self._ring = [
                 QuantizedAllreduce(workers, layout.numel, self._codec, derive(key, 3, w)) for w in range(workers)
             ]
-        elif self._coded or self.plan.clip_norm is not None:
-            clip = self.plan.clip_norm
+        elif self._coded or self.plan.clip_norm is not None or strategy.correction:
             self._encoders = [
-                GradientEncoder(layout, self._codec, derive(key, 2, worker), clip_norm=clip)
+                GradientEncoder(
+                    layout,
+                    self._codec,
+                    derive(key, 2, worker),
+                    clip_norm=self.plan.clip_norm,
+                    momentum=strategy.correction,
+                )
                 for worker in range(workers)
             ]
 
     # -- a step -----------------------------------------------------------------------------
 
-    def compute(self, applied: list[Answer]) -> Step:
-        """Do the next step for real; say how long it takes. `applied` has just moved the base."""
+    def compute(self) -> Step:
+        """Do the next step for real; say how long it takes."""
         number = self.end.step
-        seconds = self._hand_on(applied)
+        seconds = self._hand_on()
         starts = [
             self.place.compute.seconds(self.plan.seed, self.place.name, self.number, worker, number)
             for worker in range(self.place.workers)
@@ -105,27 +114,32 @@ class SimSite:
         sizes: list[int] = []
         gradient = self._train(weights, number, losses, sizes)
         slowest = max(starts)
-        exchange = self._exchange(starts, sizes) - slowest
+        end, coding = self._exchange(starts, sizes)
+        exchange = end - slowest
         self.times.compute += slowest
-        self.times.lan += exchange
+        self.times.codec += coding
+        self.times.lan += exchange - coding
         return Step(seconds + spread + slowest + exchange, sum(losses) / len(losses), gradient)
 
     def _release(self) -> tuple[Tensor, float]:
         """The weights the workers compute on, and the seconds until they have them."""
-        if self.local is None or self._weights_out is None:
+        if self.local is None or not self._spreads:
             return self.end.model, 0.0
-        payloads = self.local.released()
-        assert payloads is not None
-        nbytes = _frames(payloads)
-        numel, speed = self.task.layout.numel, self.plan.codec_speed
-        coding = codec_time.encode_seconds(self._weights_out.codec, numel, speed)
-        coding += codec_time.decode_seconds(self._weights_out.codec, numel, speed)
+        total, speed = self.task.layout.numel, self.plan.codec_speed
+        coding, nbytes = 0.0, 4 * total
+        if self._weights_out is not None:
+            payloads = self.local.released()
+            assert payloads is not None
+            nbytes = _frames(payloads)
+            coding = codec_time.encode_seconds(self._weights_out.codec, total, speed)
+            coding += codec_time.decode_seconds(self._weights_out.codec, total, speed)
         seconds = self.place.lan.spread(self.place.workers, nbytes)
         if self.place.workers > 1:
             self.times.lan_bytes += self.place.workers * nbytes
         self.times.codec += coding
         self.times.lan += seconds
-        return self.local.working_weights(), coding + seconds
+        weights = self.end.model if self._weights_out is None else self.local.working_weights()
+        return weights, coding + seconds
 
     def _train(self, weights: Tensor, number: int, losses: list[float], sizes: list[int]) -> Tensor | None:
         if self._ring:
@@ -174,32 +188,31 @@ class SimSite:
         sizes += [max(_frames(c) for c in chunks)] * len(chunks)
         return self._ring[0].gather(reduced)
 
-    def _exchange(self, starts: list[float], sizes: list[int]) -> float:
-        """When the site has its gradient, counted from when the workers began."""
+    def _exchange(self, starts: list[float], sizes: list[int]) -> tuple[float, float]:
+        """When the site has its gradient, counted from when the workers began; seconds of it for the codec."""
         workers, lan = self.place.workers, self.place.lan
-        numel, speed = self.task.layout.numel, self.plan.codec_speed
+        total, speed = self.task.layout.numel, self.plan.codec_speed
         if workers < 2:
-            return starts[0]
+            return starts[0], 0.0
         if self.plan.strategy.exchange == "allreduce":
-            coding = codec_time.encode_seconds(self._codec, numel, speed) if self._coded else 0.0
-            self.times.codec += coding
+            coding = codec_time.encode_seconds(self._codec, total, speed) if self._coded else 0.0
             self.times.lan_bytes += allreduce_bytes(workers, max(sizes))
-            return max(starts) + coding + lan.allreduce(workers, max(sizes))
-        coding = codec_time.encode_seconds(self._codec, numel, speed)
-        decoding = workers * codec_time.decode_seconds(self._codec, numel, speed)
-        self.times.codec += coding + decoding
+            return max(starts) + coding + lan.allreduce(workers, max(sizes)), coding
+        coding = codec_time.encode_seconds(self._codec, total, speed)
+        decoding = workers * codec_time.decode_seconds(self._codec, total, speed)
         self.times.lan_bytes += sum(sizes)
-        return lan.gather([s + coding for s in starts], sizes) + decoding
+        return lan.gather([s + coding for s in starts], sizes) + decoding, coding + decoding
 
-    def _hand_on(self, applied: list[Answer]) -> float:
+    def _hand_on(self) -> float:
         """Seconds to decode the answers and to hand them to workers that have replicas of their own."""
-        if not applied:
+        if not self.applied:
             return 0.0
-        numel, workers = self.task.layout.numel, self.place.workers
-        down = self.plan.strategy.wan_codec("down")
-        seconds = len(applied) * codec_time.decode_seconds(down, numel, self.plan.codec_speed)
+        applied, self.applied = self.applied, []
+        workers, down = self.place.workers, self.plan.strategy.wan_codec("down")
+        moved = sum(numel(answer.parts) for answer in applied)
+        seconds = codec_time.decode_seconds(down, moved, self.plan.codec_speed)
         self.times.codec += seconds
-        if self._weights_out is None and workers > 1:
+        if not self._spreads and workers > 1:
             nbytes = sum(parts_bytes(answer.parts) for answer in applied)
             lan = self.place.lan.broadcast(workers, nbytes)
             self.times.lan += lan

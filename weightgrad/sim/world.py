@@ -27,7 +27,7 @@ from weightgrad.site.average import ParameterAverage
 from weightgrad.site.weights import decode_flat
 from weightgrad.wan.base import Base
 from weightgrad.wan.global_server import Closed, GlobalServer, Outbox
-from weightgrad.wan.messages import Leave, Message, Push, nbytes
+from weightgrad.wan.messages import Join, Leave, Message, Push, nbytes, numel
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class World:
         self._ema = ParameterAverage(self._initial, plan.ema) if plan.ema is not None else None
         self._next_evaluation = plan.evaluate_every
         self._wake = math.inf
+        self._decoded: dict[str, float] = {}  # when the server has decoded what a site sent
         self._link_event = math.inf
         self._loss = math.nan
         self._checkpoint: dict[str, Tensor] | None = None
@@ -99,8 +100,10 @@ class World:
             self._checkpoint = self.server.checkpoint()
         schedule(self)
         try:
-            while not self._over() and self.clock.step():
-                pass
+            while not self._over():
+                if not self.clock.step():
+                    self.status = "interrupted"  # nothing will ever happen again: the server or a link is gone for good
+                    break
         except NonFiniteError:
             self.status = "diverged"
         except KeyboardInterrupt:
@@ -125,9 +128,10 @@ class World:
         """A site is between two steps, or something has come for one that waits."""
         if not one.alive or one.left or one.open_step is not None or not self.server_known(one):
             return
-        applied = one.end.settle()
+        one.applied += one.end.settle()
         now = self.clock.now
         if one.end.finished:
+            one.applied.clear()
             self._stop_waiting(one)
             if one.leaving:
                 one.left = True
@@ -142,11 +146,13 @@ class World:
             self._send_all(one, one.end.finish(now))
             one.waiting_since = now
             return
-        one.open_step = one.compute(applied)
+        one.open_step = one.compute()
         self._complete_later(one)
 
     def come_back(self, one: SimSite) -> None:
         """A site starts, or starts again with what it had written down after its last whole step."""
+        if one.alive:
+            return  # it was killed twice, and is back
         one.alive = True
         self._send_all(one, one.end.join())
         if one.open_step is not None:
@@ -189,9 +195,8 @@ class World:
         for message in messages:
             coding = 0.0
             if isinstance(message, Push) and message.parts:
-                coding = codec_time.encode_seconds(
-                    self.plan.strategy.wan_codec("up"), self.task.layout.numel, self.plan.codec_speed
-                )
+                up = self.plan.strategy.wan_codec("up")
+                coding = codec_time.encode_seconds(up, numel(message.parts), self.plan.codec_speed)
                 one.times.codec += coding
             life = one.life
 
@@ -199,7 +204,8 @@ class World:
                 if one.life == life and one.alive:
                     self._put(one.place.name, self.plan.server, message, lambda: self._at_server(message))
 
-            self.clock.after(coding, leave) if coding else leave()
+            one.encoded = max(self.clock.now, one.encoded) + coding
+            self.clock.at(one.encoded, leave) if one.encoded > self.clock.now else leave()
 
     def _put(self, sender: str, receiver: str, message: Message, arrive: Callable[[], None]) -> None:
         self.links.send(self.clock.now, sender, receiver, nbytes(message), arrive)
@@ -231,8 +237,12 @@ class World:
         decoding = 0.0
         if isinstance(message, Push) and message.parts:
             up = self.plan.strategy.wan_codec("up")
-            decoding = codec_time.decode_seconds(up, self.task.layout.numel, self.plan.codec_speed)
-        self.clock.after(decoding, lambda: self._server_takes(message))
+            decoding = codec_time.decode_seconds(up, numel(message.parts), self.plan.codec_speed)
+        assert isinstance(message, Push | Join | Leave)
+        # One after the other: an empty push must not overtake the one before it.
+        free = max(self.clock.now, self._decoded.get(message.site, 0.0)) + decoding
+        self._decoded[message.site] = free
+        self.clock.at(free, lambda: self._server_takes(message))
 
     def _server_takes(self, message: Message) -> None:
         if self.server_alive:
@@ -247,7 +257,8 @@ class World:
         coding = 0.0
         if out.closed:
             down = self.plan.strategy.wan_codec("down")
-            coding = codec_time.encode_seconds(down, self.task.layout.numel, self.plan.codec_speed)
+            sent = sum(numel(closed.answer.parts) for closed in out.closed)
+            coding = codec_time.encode_seconds(down, sent, self.plan.codec_speed)
         for name, message in out.messages:
             self.clock.after(coding, lambda name=name, message=message: self._from_server(name, message))  # type: ignore[misc]
         wake = self.server.next_wake()
@@ -261,8 +272,8 @@ class World:
             self.act(self.server.wake(self.clock.now))
 
     def _from_server(self, name: str, message: Message) -> None:
-        if self.server_alive:
-            one = self.by_name[name]
+        one = self.by_name[name]
+        if self.server_alive and one.alive:
             self._put(self.plan.server, name, message, lambda: self._at_site(one, message))
 
     def _at_site(self, one: SimSite, message: Message) -> None:
@@ -283,7 +294,7 @@ class World:
             senders=closed.senders,
             up_bytes=closed.up_bytes,
             down_bytes=nbytes(answer),
-            base=self.server.base.digest(),
+            base=closed.base,
         )
         if self._keeps_checkpoints:
             self._checkpoint = self.server.checkpoint()

@@ -227,6 +227,7 @@ class Compute(Part):
 
     seconds_per_step: StepTime = Field(description="a time above 0, e.g. 0.03 or 30 ms, or calibrate")
     jitter: Number = Field(default=0.0, ge=0, lt=1, description="a relative spread, a number from 0 to below 1")
+    codec_speed: Number = Field(default=1.0, gt=0, description="a number above 0; 0.5 is half as fast as measured")
     stragglers: tuple[Straggler, ...] = Field(
         default=(), description="a list, e.g. [{site: virginia, worker: 2, factor: 3}, {probability: 0.01, factor: 5}]"
     )

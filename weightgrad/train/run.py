@@ -98,6 +98,7 @@ def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
         evaluate_every=training.evaluate_every,
         ema=training.ema,
         clip_norm=training.clip_norm,
+        codec_speed=recipe.compute.codec_speed,
         faults=faults,
         absent=recipe.absent_at_start,
     )

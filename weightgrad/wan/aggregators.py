@@ -109,7 +109,7 @@ class SenderMean(Aggregator):
         """Total over count."""
         del state
         assert round_.counts is not None
-        return round_.total.div_(round_.counts.clamp_(min=1.0))
+        return round_.total.div_(round_.counts.masked_fill_(round_.counts == 0, 1.0))
 
 
 @part("aggregator", "sum")
@@ -182,6 +182,8 @@ class Outer(Aggregator):
         check("outer", "momentum", self.momentum, 0, 1)
         check("outer", "beta2", self.beta2, 0, 1)
         check("outer", "eps", self.eps, 0, 1)
+        if self.rule == "adam" and (self.momentum == 1 or self.beta2 == 1 or self.eps == 0):
+            raise StrategyError("outer: adam would divide by zero; momentum and beta2 must be below 1, eps above 0")
 
     def close(self, round_: Accumulator, state: State) -> Tensor:
         """The outer step; memory of stretches that were not sent stays as it is."""

@@ -42,6 +42,11 @@ class Base:
             optimizers.attach(parameters, layout, self._gradient)
             self._optimizer = optimizers.build(optimizer[0], parameters, optimizer[1])
 
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether answers are gradients; otherwise they are updates."""
+        return self._optimizer is not None
+
     def apply(self, answer: Answer) -> None:
         """Move by the next answer."""
         if answer.version != self.version + 1:

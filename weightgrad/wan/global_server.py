@@ -36,7 +36,7 @@ from weightgrad.wan.messages import (
     nbytes,
 )
 from weightgrad.wan.outbound import Outbound
-from weightgrad.wan.selectors import Selector, Stretch, View
+from weightgrad.wan.selectors import All, Selector, Stretch, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class ServerPlan:
     down_selector: Selector
     per_tensor: bool
     keep_loss: bool
+    flush: Codec | None
     calls: bool
     t_local: float | None = None
     t_global: float | None = None
@@ -61,6 +62,7 @@ class Closed:
     answer: Answer
     senders: list[str]
     up_bytes: int
+    base: str  # digest of the base that the answer made
 
 
 @dataclass
@@ -110,7 +112,8 @@ class GlobalServer:
         self._log: list[Answer] = []
         self._log_bytes = 0
         self._samples: int | None = None
-        self._seen: dict[str, Tensor] = {}  # base a site was told last, for delay compensation
+        self._bases: dict[int, Tensor] = {}  # the last few by version, for delay compensation
+        self._keep_base()
 
     # -- messages in ------------------------------------------------------------------------
 
@@ -161,7 +164,8 @@ class GlobalServer:
 
     def _push(self, push: Push, now: float, out: Outbox) -> None:
         if push.site not in self.members.by_name:
-            raise ProtocolError(f"a push from {push.site!r}, which has not joined; send Join first")
+            out.messages.append((push.site, Restarted()))  # it joined after the checkpoint this server came back with
+            return
         member = self.members.by_name[push.site]
         if not member.live and not member.done:
             self._welcome(self.members.join(push.site), push.seen, out)
@@ -195,16 +199,27 @@ class GlobalServer:
         return push.samples / self._samples * self._plan.consistency.weight(self.base.version - push.seen)
 
     def _compensated(self, push: Push) -> tuple[Part, ...]:
-        """The push, with DC-ASGD's correction for what the base did since the site saw it."""
+        """The push, with DC-ASGD's correction for what the base did since the site saw it.
+
+        For a gradient g + lambda g g (w - w_seen); an update is a negative gradient, so it loses that.
+        """
         strength = self._plan.consistency.compensation
-        then = self._seen.get(push.site)
-        if strength == 0 or then is None or not push.parts:
+        if strength == 0 or not push.parts:
             return push.parts
+        if not self.base.takes_gradients:
+            strength = -strength
+        then = self._bases[max(push.seen, min(self._bases))]  # the oldest there is for one staler than that
         update = torch.zeros_like(self.base.vector)
         for one in push.parts:
             one.into(update, fixed.STORE)
         update += strength * update * update * (self.base.vector - then)
         return (Part(0, Fp32().encode(update, {}, 0)[0]),)
+
+    def _keep_base(self) -> None:
+        if self._plan.consistency.compensation:
+            self._bases[self.base.version] = self.base.vector.clone()
+            while len(self._bases) > 2 * len(self.members.by_name) + 1:
+                del self._bases[min(self._bases)]
 
     def _close_ready(self, now: float, out: Outbox) -> None:
         while self._rounds and self._complete(self._rounds[min(self._rounds)]):
@@ -230,27 +245,27 @@ class GlobalServer:
             dict(current.taken),
         )  # fmt: skip
         self.base.apply(answer)
+        self._keep_base()
         self._round = number
         for name, taken in current.taken.items():
             self.members.by_name[name].taken = taken
         self._remember(answer)
-        for member in self.members.listening:
-            self._tell(member, answer, out)
-        out.closed.append(Closed(answer, sorted(current.senders), current.up_bytes))
+        out.messages += [(member.name, answer) for member in self.members.listening]
+        out.closed.append(Closed(answer, sorted(current.senders), current.up_bytes, self.base.digest()))
 
     def _encode(self, moved: Tensor, touched: list[Stretch], count: int) -> tuple[Part, ...]:
+        last = not self.members.awaited and self._plan.keep_loss and not isinstance(self._plan.down, Fp32)
+        if last and self._plan.flush is not None and (touched or bool(self._out.held.any())):
+            # All have finished: what the down codec would keep back, or has, goes out too.
+            return self._out.take(
+                moved, All(), self.base.vector, step=self.base.step, count=count, codec=self._plan.flush
+            )
         if not touched:
             return ()
         selector = self._plan.down_selector
         if not selector.needs_pending:
             selector = _Asked(touched if self._plan.per_tensor else _flat(touched))
         return self._out.take(moved, selector, self.base.vector, step=self.base.step, count=count)
-
-    def _tell(self, member: Member, answer: Answer, out: Outbox) -> None:
-        out.messages.append((member.name, answer))
-        member.seen = answer.version
-        if self._plan.consistency.compensation:
-            self._seen.setdefault(member.name, torch.empty_like(self.base.vector)).copy_(self.base.vector)
 
     def _remember(self, answer: Answer) -> None:
         """Answers for sites that were away, as long as they are less than the whole base."""
@@ -286,7 +301,6 @@ class GlobalServer:
                 ),
             )
         )
-        member.seen = self.base.version
 
     # -- durability -------------------------------------------------------------------------
 
@@ -308,13 +322,14 @@ class GlobalServer:
         self.base.restore(own, version, step)
         self._out.load({k.removeprefix("out."): v for k, v in state.items() if k.startswith("out.")})
         self._memory = {k.removeprefix("outer."): v.clone() for k, v in state.items() if k.startswith("outer.")}
-        self._rounds, self._log, self._log_bytes, self._seen = {}, [], 0, {}
+        self._rounds, self._log, self._log_bytes, self._bases = {}, [], 0, {}
+        self._keep_base()
         self.members = Members()
         for key, tensor in state.items():
             if key.startswith("member."):
                 live, done, taken = (int(x) for x in tensor)
                 name = key.removeprefix("member.")
-                self.members.by_name[name] = Member(name, bool(live), bool(done), taken, taken, -1)
+                self.members.by_name[name] = Member(name, bool(live), bool(done), taken, taken)
         return Outbox([(m.name, Restarted()) for m in self.members.by_name.values() if m.live or not m.done])
 
 

@@ -14,7 +14,6 @@ class Member:
     done: bool = False  # has finished training: rounds do not wait, answers still go to it
     round: int = 0  # the last round it pushed for
     taken: int = 0  # the last of its pushes that is in a closed round
-    seen: int = 0  # the version it was told last
 
 
 @dataclass

@@ -104,6 +104,11 @@ def parts_bytes(parts: Sequence[Part]) -> int:
     return sum(START_BYTES + wire.frame_bytes(part.payload) for part in parts)
 
 
+def numel(parts: Sequence[Part]) -> int:
+    """Elements the parts stand for."""
+    return sum(part.payload.numel for part in parts)
+
+
 def nbytes(message: Message) -> int:
     """Bytes of a message on the wire."""
     size = HEADER_BYTES

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weightgrad import wire
 from weightgrad.codecs import Codec, ErrorFeedback, Fp32, State, pack_entries
 from weightgrad.kernels import fixed
 from weightgrad.kernels.noise import derive
@@ -29,12 +28,7 @@ class Outbound:
         self._key = key
         self._per_tensor = per_tensor
         self._keep = keep_loss
-        self._states: dict[int, State] = {}
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether a tensor is encoded by itself."""
-        return self._per_tensor
+        self._states: dict[int, tuple[tuple[int, ...], State]] = {}  # by start: of a stretch of that shape
 
     def put(self, update: Tensor) -> None:
         """Add to what is held; nothing leaves."""
@@ -84,14 +78,14 @@ class Outbound:
         codec = self._codec if instead is None else instead
         held = self.held[stretch.start : stretch.stop]
         x = held.new_zeros(stretch.shape) if put else fresh[stretch.start : stretch.stop].view(stretch.shape)
-        state = codec.init(x) if instead is not None else self._states.pop(stretch.start, None)
-        if state is None:
+        shape, state = (None, {}) if instead is not None else self._states.pop(stretch.start, (None, {}))
+        if shape != stretch.shape:
             state = codec.init(x)
         payload, state = codec.encode_feedback(x, held, state, derive(key, stretch.start))
         if not self._keep:
             self._forget(held)
         if instead is None:
-            self._states[stretch.start] = state
+            self._states[stretch.start] = (stretch.shape, state)
         return Part(stretch.start, payload)
 
     def _entries(self, indices: Tensor, key: int) -> tuple[Part, ...]:
@@ -100,8 +94,7 @@ class Outbound:
         values = self.held[indices]
         codec = self._codec
         payload, _ = pack_entries(indices, values, self.held, codec, key)
-        dense = 4 * self.held.numel() + 64
-        if isinstance(codec, Fp32) and wire.frame_bytes(payload) > dense:
+        if isinstance(codec, Fp32) and payload.body.numel() >= 4 * self.held.numel():
             whole, _ = codec.encode(self.held, {}, key)  # all of it is smaller than naming the entries
             self.held.zero_()
             return (Part(0, whole),)
@@ -119,8 +112,9 @@ class Outbound:
     def state(self) -> dict[str, Tensor]:
         """Everything it remembers, as named tensors."""
         found = {"held": self.held.clone()}
-        for start, state in self._states.items():
-            found |= {f"codec.{start}.{name}": tensor.clone() for name, tensor in state.items()}
+        for start, (shape, state) in self._states.items():
+            place = f"codec.{start}.{'x'.join(map(str, shape))}"
+            found |= {f"{place}.{name}": tensor.clone() for name, tensor in state.items()}
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -129,5 +123,6 @@ class Outbound:
         self._states = {}
         for name, tensor in state.items():
             if name.startswith("codec."):
-                _, start, own = name.split(".", 2)
-                self._states.setdefault(int(start), {})[own] = tensor.clone()
+                _, start, sides, own = name.split(".", 3)
+                shape = tuple(int(side) for side in sides.split("x") if side)
+                self._states.setdefault(int(start), (shape, {}))[1][own] = tensor.clone()

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from weightgrad.errors import StrategyError
 from weightgrad.site.layout import Layout
 from weightgrad.wan.parts import check, part
 
@@ -59,6 +60,11 @@ class Selector(ABC):
     needs_pending: ClassVar[bool] = False  # looks at the values: pending must be summed up first
     needs_step: ClassVar[bool] = False  # looks at the last step's update
 
+    @property
+    def single(self) -> bool:
+        """Whether it chooses single entries."""
+        return False
+
     @abstractmethod
     def choose(self, view: View) -> list[Stretch] | Entries:
         """Stretches, or entries."""
@@ -74,7 +80,7 @@ def stretches(layout: Layout, per_tensor: bool) -> list[Stretch]:
 def fragments(layout: Layout, count: int) -> list[list[Stretch]]:
     """The tensors dealt into `count` fragments of about equal size, in order."""
     dealt: list[list[Stretch]] = [[] for _ in range(count)]
-    for slot in layout.slots:
+    for slot in (slot for slot in layout.slots if slot.numel):
         middle = (slot.start + slot.stop) / 2
         dealt[min(count - 1, int(middle * count / layout.numel))].append(Stretch(slot.start, slot.shape))
     return dealt
@@ -128,6 +134,11 @@ class Largest(Selector):
     def __post_init__(self) -> None:
         check("largest", "fraction", self.fraction, 1e-9, 1)
 
+    @property
+    def single(self) -> bool:
+        """Yes."""
+        return True
+
     def choose(self, view: View) -> list[Stretch] | Entries:
         """By torch.topk; the codec topk(...) does the same faster."""
         count = max(1, round(self.fraction * view.pending.numel()))
@@ -145,6 +156,11 @@ class Gaia(Selector):
 
     def __post_init__(self) -> None:
         check("gaia", "threshold", self.threshold, 0, 1e9)
+
+    @property
+    def single(self) -> bool:
+        """Yes."""
+        return True
 
     def choose(self, view: View) -> list[Stretch] | Entries:
         """|p| > v |w|, or w = 0 and p is not."""
@@ -164,9 +180,12 @@ class Significant(Selector):
 
     def __post_init__(self) -> None:
         if self.granularity not in ("tensor", "element"):
-            from weightgrad.errors import StrategyError
-
             raise StrategyError(f'significant: granularity = {self.granularity!r}; it is "tensor" or "element"')
+
+    @property
+    def single(self) -> bool:
+        """By element."""
+        return self.granularity == "element"
 
     def choose(self, view: View) -> list[Stretch] | Entries:
         """Tensors by the ratio of norms; elements by their own ratio."""
@@ -188,6 +207,11 @@ class Nonzero(Selector):
     """Entries that are not zero: the union of what the sites sent, for the way back."""
 
     needs_pending = True
+
+    @property
+    def single(self) -> bool:
+        """Yes."""
+        return True
 
     def choose(self, view: View) -> list[Stretch] | Entries:
         """Wherever anything is."""

@@ -109,9 +109,9 @@ class SiteEnd:
             return None
         if self._finishing:
             return "flush"
-        last = self._flights[-1].push
-        behind = self._round - self._flights[0].push.round
-        if behind >= self.plan.consistency.ahead and self.step - last.step >= self.plan.overlap:
+        oldest = self._flights[0].push
+        behind = self._round - oldest.round
+        if behind >= self.plan.consistency.ahead and self.step - oldest.step >= self.plan.overlap:
             return "answer"
         if self.plan.t is not None and now - max(self._heard, self._flights[0].sent_at) > self.plan.t:
             return "stall"
@@ -219,7 +219,7 @@ class SiteEnd:
         codec: Codec | None = None,
         final: bool = False,
     ) -> Push:
-        self._round = max(self._round + 1, self._called)
+        self._round += 1  # never past a round it was called to: each waits for its push
         self._round_step, self._done = self.step, None
         parts = self.pending.take(
             fresh,
@@ -262,9 +262,6 @@ class SiteEnd:
         for answer in welcome.answers:
             if answer.version > self.base.version:
                 self._inbox[answer.version] = answer
-        taken = [f for f in self._flights if f.push.round <= welcome.taken]
-        if welcome.snapshot is not None and taken:
-            self._flights = [f for f in self._flights if f.push.round > welcome.taken]
         self.step = max(self.step, welcome.step) if not self._finishing else self.step
         self._round = max(self._round, welcome.round - 1)
         again = [f for f in self._flights if f.push.round > welcome.taken]

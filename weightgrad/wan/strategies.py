@@ -19,6 +19,7 @@ from typing import Any
 
 from weightgrad import codecs
 from weightgrad.codecs import Codec, ErrorFeedback
+from weightgrad.codecs.sparse import check_values_codec
 from weightgrad.errors import SpecError, StrategyError
 from weightgrad.site.weights import WeightsOut
 from weightgrad.wan import aggregators, consistency, parts, resume, selectors, triggers
@@ -35,6 +36,7 @@ _PARTS = {
 }
 _CODECS = ("gradients", "weights", "up", "down", "flush")
 _SHORT = {"codec": "up", "every": "trigger"}
+_OF_MANY = ("sender_mean", "median", "trimmed_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,9 @@ class Strategy:
     exchange: str = "allreduce"  # or "server": through the local server's network card
     gradients: str = "fp32"  # codec of a worker's gradient inside the site
     weights: str = "fp32"  # codec of the weights given to the workers (lossaware(...) for WeightGrad)
+    exempt: str = "default"  # tensors that go as fp32 all the same: names with * and ?, separated by commas
+    correction: float = 0.0  # a worker's momentum before its codec (DGC's correction); the optimizer's is then off
+    serial_scale: float | None = None  # rate of a serial step, as a share; None: 1/n
     trigger: str = "every(1)"
     selector: str = "all"
     up: str = "fp32"
@@ -78,10 +83,20 @@ class Strategy:
             if getattr(self, name) not in allowed:
                 raise StrategyError(f"{name} = {getattr(self, name)!r}; it is one of {', '.join(allowed)}")
         for name, kind in _PARTS.items():
-            parts.parse(kind, getattr(self, name))
+            try:
+                parts.parse(kind, getattr(self, name))
+            except StrategyError as error:
+                raise StrategyError(f"{name} = {getattr(self, name)!r}: {error}") from None
         for name in _CODECS:
-            self.codec(name)
+            self.codec(name) if name == "flush" else self.wan_codec(name)
+        if not isinstance(self.keep_loss, bool):
+            raise StrategyError(f"keep_loss = {self.keep_loss!r}; it is true or false")
+        if not isinstance(self.optimizer, Mapping):
+            raise StrategyError(f"optimizer = {self.optimizer!r}; it is a table of options, such as {{momentum: 0.0}}")
         parts.check("strategy", "overlap", self.overlap, 0, 10**6, whole=True)
+        parts.check("strategy", "correction", self.correction, 0, 0.9999)
+        if self.serial_scale is not None:
+            parts.check("strategy", "serial_scale", self.serial_scale, 1e-9, 1e6)
         for name in ("t", "t_local", "t_global"):
             if getattr(self, name) is not None:
                 parts.check("strategy", name, getattr(self, name), 0, 1e9)
@@ -99,8 +114,36 @@ class Strategy:
             raise StrategyError(f"keep_loss = false, but {carries} is error feedback; take a plain codec or keep it")
         if self.exchange == "allreduce" and (self.weights != "fp32" or self.combine == "serial"):
             raise StrategyError("quantized weights and serial workers need exchange = 'server'")
+        if self.serial_scale is not None and self.combine != "serial":
+            raise StrategyError("serial_scale is for combine = 'serial'")
+        if self.correction and self.exchange == "allreduce" and self.gradients != "fp32":
+            raise StrategyError("correction needs exchange = 'server' when gradients are quantized in the site")
         if self.judge == "quantized" and self.weights == "fp32":
             raise StrategyError("judge = 'quantized', but the weights are fp32")
+        self._fit_selectors()
+        if parts.parse("consistency", self.consistency).alone and parts.call("", self.aggregator)[0] in _OF_MANY:
+            raise StrategyError(
+                f"aggregator {self.aggregator!r} compares the pushes of a round, but with {self.consistency!r} each "
+                "is a round of its own; take mean, sum or outer"
+            )
+
+    def _fit_selectors(self) -> None:
+        for name, column in (("selector", "up"), ("down_selector", "down")):
+            codec = self.wan_codec(column)
+            plain = codec.inner if isinstance(codec, ErrorFeedback) else codec
+            if parts.parse("selector", getattr(self, name)).single:
+                try:
+                    check_values_codec(name, plain)
+                except SpecError as error:
+                    raise StrategyError(f"{name} = {getattr(self, name)!r} with {column} = {codec}: {error}") from None
+        chosen, trigger = parts.parse("selector", self.selector), parts.parse("trigger", self.trigger)
+        if isinstance(chosen, selectors.Fragment) and chosen.count > 1:
+            turns = trigger.fragments if isinstance(trigger, triggers.Staggered) else 1
+            if turns % chosen.count:
+                raise StrategyError(
+                    f"selector {self.selector!r} with trigger {self.trigger!r}: some fragments would never have their "
+                    f"turn; write trigger: staggered(steps, {chosen.count})"
+                )
 
     def _error_carrier(self) -> Codec | None:
         up = self.codec("up")
@@ -127,7 +170,10 @@ class Strategy:
     def weights_out(self) -> WeightsOut | None:
         """How weights go to the workers; None: as they are."""
         found = self.codec("weights")
-        return None if self.weights == "fp32" or found is None else WeightsOut(codec=found)
+        if self.weights == "fp32" or found is None:
+            return None
+        patterns = [pattern.strip() for pattern in self.exempt.split(",")]
+        return WeightsOut(codec=found, exempt="default" if self.exempt == "default" else patterns)
 
     def for_site(self) -> SitePlan:
         """The parts a site's state machine needs."""
@@ -154,7 +200,8 @@ class Strategy:
             down=down,
             down_selector=parts.parse("selector", self.down_selector),
             per_tensor=self.per == "tensor",
-            keep_loss=self.keep_loss or isinstance(down, ErrorFeedback),
+            keep_loss=self.keep_loss or down.carries_error,
+            flush=self.codec("flush"),
             calls=parts.parse("trigger", self.trigger).calls,
             t_local=self.t_local,
             t_global=self.t_global,
@@ -162,7 +209,8 @@ class Strategy:
 
     def optimizer_with(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe's optimizer options, as this row changes them."""
-        return {**options, **{k: v for k, v in self.optimizer.items() if k in options}}
+        changes = {"momentum": 0.0, **self.optimizer} if self.correction else self.optimizer
+        return {**options, **{k: v for k, v in changes.items() if k in options}}
 
     def row(self) -> dict[str, Any]:
         """As plain values, for a ledger."""
@@ -239,10 +287,10 @@ TABLE = _table(
         exchange="server",
         gradients="qsgd(bits=8)",
         weights="lossaware(bits=8)",
-        trigger="significance(threshold=8.0, at_most=8, low=6.0)",
-        up="ef(topk(0.03) > sign())",
-        down="ef(topk(0.06) > sign())",
-        consistency="bounded(1)",
+        trigger="significance(threshold=4.0, at_most=4, low=4.0)",
+        up="ef(topk(0.1) > sign())",
+        down="ef(topk(0.2) > sign())",
+        consistency="bounded(2)",
         flush="qsgd(bits=8)",
     ),
     Strategy(
@@ -253,10 +301,10 @@ TABLE = _table(
         exchange="server",
         gradients="qsgd(bits=8)",
         weights="lossaware(bits=8)",
-        trigger="significance(threshold=8.0, at_most=8, low=6.0)",
-        up="ef(topk(0.03) > sign())",
-        down="ef(topk(0.06) > sign())",
-        consistency="bounded(1)",
+        trigger="significance(threshold=4.0, at_most=4, low=4.0)",
+        up="ef(topk(0.1) > sign())",
+        down="ef(topk(0.2) > sign())",
+        consistency="bounded(2)",
         flush="qsgd(bits=8)",
     ),
     Strategy(
@@ -278,20 +326,20 @@ TABLE = _table(
     ),
     Strategy(
         name="diloco",
-        about="DiLoCo: everything every 25 steps, outer Nesterov",
+        about="DiLoCo: everything every 10 steps, outer Nesterov",
         shares="updates",
-        trigger="every(25)",
-        aggregator="outer('nesterov', lr=0.7, momentum=0.9)",
+        trigger="every(10)",
+        aggregator="outer('nesterov', lr=0.7, momentum=0.5)",
     ),
     Strategy(
         name="streaming",
         about="Streaming DiLoCo: one of 4 fragments at a time, 4 bits, applied 2 steps later",
         shares="updates",
-        trigger="staggered(24, 4)",
+        trigger="staggered(12, 4)",
         selector="fragment(4)",
         up="ef(qsgd(bits=4))",
         down="ef(qsgd(bits=4))",
-        aggregator="outer('nesterov', lr=0.4, momentum=0.9)",
+        aggregator="outer('nesterov', lr=0.7, momentum=0.5)",
         overlap=2,
         resume="mix(0.5)",
     ),

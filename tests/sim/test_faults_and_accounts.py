@@ -1,0 +1,189 @@
+"""Faults that meet each other, and what is written down about time and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightgrad import ledger
+from weightgrad.sim.compute import Compute
+from weightgrad.sim.lan import Lan
+from weightgrad.sim.links import Link, Links
+from weightgrad.sim.plan import Fault, SitePlace, WorldPlan
+from weightgrad.sim.site import SimSite
+from weightgrad.sim.world import World
+from weightgrad.wan.messages import Answer, Message, Welcome
+from weightgrad.wan.site_end import SiteEnd
+
+from .toy import Toy, plan
+
+
+def run(directory: Path, made: WorldPlan, workers: int = 2) -> tuple[World, list[dict[str, Any]]]:
+    path = directory / "ledger.jsonl"
+    with ledger.Ledger(path, replace=True) as book:
+        world = World(made, Toy(len(made.sites), workers), book)
+        world.run()
+    return world, ledger.read(path)
+
+
+def assert_one_base(world: World) -> None:
+    assert world.status == "finished"
+    for one in world.sites:
+        assert one.end.finished
+        assert one.end.base.digest() == world.server.base.digest()
+
+
+# -- faults ---------------------------------------------------------------------------------
+
+
+def test_a_cut_that_heals_does_not_heal_a_slow_link(tmp_path: Path) -> None:
+    slow = Fault(0.0, "slow", ("hub", "site-0"), 60.0, factor=0.05)
+    cut = Fault(0.1, "cut", ("hub", "site-0"), 0.1)
+    alone, _ = run(tmp_path, plan("baseline", faults=(slow,)))
+    both, _ = run(tmp_path, plan("baseline", faults=(slow, cut)))
+    assert both.clock.now > alone.clock.now
+    assert_one_base(both)
+
+
+def test_a_site_killed_twice_comes_back_once(tmp_path: Path) -> None:
+    faults = (Fault(0.40, "kill", ("site-1",), 0.3), Fault(0.50, "kill", ("site-1",), 0.21))
+    slow = plan("baseline", changes={"consistency": "async_()"}, faults=faults, steps=60)
+    world, book = run(tmp_path, dataclasses.replace(slow, sites=_sites(3, compute=Compute(0.05))))
+    assert_one_base(world)
+    steps = [e["t"] for e in book if e["kind"] == "step" and e["site"] == "site-1"]
+    assert min(b - a for a, b in pairwise(steps)) > 0.05 - 1e-9, "no step is shorter than it takes"
+
+
+def test_a_server_killed_twice_comes_back_once(tmp_path: Path) -> None:
+    faults = (Fault(0.40, "kill", ("hub",), 0.3), Fault(0.50, "kill", ("hub",), 0.3))
+    world, book = run(tmp_path, plan("diloco", changes={"every": 4}, faults=faults))
+    assert_one_base(world)
+    assert [e["what"] for e in book if e["kind"] == "fault"] == ["kill", "kill", "return"]
+
+
+@pytest.mark.parametrize("dies", [0.52 + 0.01 * n for n in range(12)])
+def test_a_server_that_dies_just_after_a_site_joined(dies: float, tmp_path: Path) -> None:
+    faults = (Fault(0.5, "join", ("site-2",)), Fault(dies, "kill", ("hub",), 0.02))
+    world, _ = run(tmp_path, plan("baseline", faults=faults, absent=frozenset({"site-2"})))
+    assert_one_base(world)
+
+
+@pytest.mark.parametrize("fault", [Fault(0.4, "kill", ("hub",)), Fault(0.4, "cut", ("hub", "site-1"))])
+def test_a_run_that_cannot_end_is_not_called_finished(fault: Fault, tmp_path: Path) -> None:
+    world, book = run(tmp_path, plan("baseline", faults=(fault,)))
+    assert world.status == "interrupted"
+    assert book[-1]["status"] == "interrupted"
+
+
+def test_nothing_is_sent_to_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[float, str]] = []
+    original = Links.send
+
+    def watch(self: Links, now: float, sender: str, receiver: str, *rest: Any) -> None:
+        sent.append((now, receiver))
+        original(self, now, sender, receiver, *rest)
+
+    monkeypatch.setattr(Links, "send", watch)
+    dead = Fault(0.2, "kill", ("site-1",))
+    run(tmp_path, plan("baseline", changes={"consistency": "async_()"}, faults=(dead,)))
+    assert [now for now, receiver in sent if receiver == "site-0" and now > 0.21]
+    assert not [now for now, receiver in sent if receiver == "site-1" and now > 0.2]
+
+
+# -- order ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gaia", "weightgrad", "diloco"])
+def test_without_faults_nothing_is_sent_twice(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    welcomes: list[Message] = []
+    original = World._from_server
+
+    def watch(self: World, to: str, message: Message) -> None:
+        if isinstance(message, Welcome):
+            welcomes.append(message)
+        original(self, to, message)
+
+    monkeypatch.setattr(World, "_from_server", watch)
+    changes = {"consistency": "bounded(4)", "selector": "gaia(0.5)" if name == "gaia" else "all"}
+    if name == "diloco":
+        changes["every"] = "10"  # the last round and the flush leave at the same moment
+    made = plan(name, changes=changes)
+    links = tuple(Link(one.between, 2e4, 0.05) for one in made.links)  # messages queue up, small ones behind large ones
+    world, book = run(tmp_path, dataclasses.replace(made, links=links))
+    assert_one_base(world)
+    assert len(welcomes) == len(world.sites), "one each, at the start"
+    up = sum(e["up_bytes"] for e in book if e["kind"] == "round")
+    assert sum(both[0] for both in world.links.bytes) == up + len(world.sites) * (32 + len("site-0"))
+
+
+def test_a_digest_is_of_the_version_it_stands_beside(tmp_path: Path) -> None:
+    faults = (Fault(0.3, "cut", ("hub", "site-1"), 4.0),)
+    changes = {"consistency": "bounded(3)", "t_global": 1.0}
+    _, book = run(tmp_path, plan("baseline", changes=changes, faults=faults))
+    rounds = [e for e in book if e["kind"] == "round" and e["down_bytes"] > 200]  # that moved anything
+    assert len({e["t"] for e in rounds}) < len(rounds), "some were closed at once"
+    assert len({e["base"] for e in rounds}) == len(rounds)
+
+
+# -- time and bytes -------------------------------------------------------------------------
+
+
+def _sites(count: int, workers: int = 2, compute: Compute | None = None) -> tuple[SitePlace, ...]:
+    made = compute or Compute(0.01)
+    return tuple(SitePlace(f"site-{i}", workers, Lan(1e6, 1e-4), made) for i in range(count))
+
+
+@pytest.mark.parametrize("name", ["baseline", "terngrad", "weightgrad", "gaia"])
+def test_the_seconds_of_a_site_add_up(name: str, tmp_path: Path) -> None:
+    # Codecs a million times slower than real: what is counted twice would show.
+    made = dataclasses.replace(plan(name, sites=1), sites=_sites(1), codec_speed=1e-6)
+    world, book = run(tmp_path, made)
+    (one,) = world.sites
+    (end,) = [e for e in book if e["kind"] == "site"]
+    accounted = end["compute_seconds"] + end["codec_seconds"] + end["lan_seconds"] + end["waiting_seconds"]
+    # What is not: the first round trip; encoding a push goes on while the site waits for its answer.
+    assert accounted >= world.clock.now - 0.05
+    pushing = accounted - world.clock.now
+    assert pushing <= 0.6 * one.times.codec + 0.05
+    assert one.times.lan == pytest.approx(_lan_seconds(made, one.times.lan_bytes), rel=0.5)
+
+
+def _lan_seconds(made: WorldPlan, nbytes: int) -> float:
+    """Of so many bytes through one card; a ring of two moves both ways at once."""
+    share = 2 if made.strategy.exchange == "allreduce" else 1
+    return nbytes * 8 / made.sites[0].lan.bandwidth_bit_s / share
+
+
+def test_full_weights_through_the_local_server_are_not_free(tmp_path: Path) -> None:
+    full, _ = run(tmp_path, plan("weightgrad", changes={"weights": "fp32"}))
+    steps, numel = 40, full.task.layout.numel
+    for one in full.sites:
+        assert one.times.lan_bytes >= steps * one.place.workers * 4 * numel
+
+
+def test_answers_that_come_while_a_site_waits_are_handed_to_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: list[tuple[str, int]] = []
+    handed: list[tuple[str, int]] = []
+    settle, hand_on = SiteEnd.settle, SimSite._hand_on
+
+    def watch_settle(self: SiteEnd) -> list[Answer]:
+        found = settle(self)
+        settled.extend((self.name, answer.version) for answer in found if not self._finishing)
+        return found
+
+    def watch_hand_on(self: SimSite) -> float:
+        handed.extend((self.place.name, answer.version) for answer in self.applied)
+        return hand_on(self)
+
+    monkeypatch.setattr(SiteEnd, "settle", watch_settle)
+    monkeypatch.setattr(SimSite, "_hand_on", watch_hand_on)
+    run(tmp_path, plan("baseline", changes={"consistency": "backup(1)"}))
+    missed = set(settled) - set(handed)
+    last = {name: max(version for n, version in handed if n == name) for name, _ in settled}
+    assert not [one for one in missed if one[1] < last[one[0]]], "only after its last step"

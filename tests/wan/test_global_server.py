@@ -1,0 +1,385 @@
+"""The global server, message by message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Fp32
+from weightgrad.errors import ProtocolError
+from weightgrad.wan.base import Base
+from weightgrad.wan.global_server import GlobalServer, Outbox
+from weightgrad.wan.messages import Answer, Call, Join, Leave, Message, Part, Push, Restarted, Welcome
+from weightgrad.wan.strategies import find
+
+from .harness import LAYOUT, Harness, noise
+
+N = LAYOUT.numel
+START = noise(99)
+
+
+def server(name: str = "diloco", sites: str = "abc", *, gradients: bool = False, **changes: Any) -> GlobalServer:
+    settings = {"aggregator": "mean", **changes} if name == "diloco" else changes
+    strategy = find(name, settings)
+    optimizer = ("sgd", {"lr": 1.0}) if gradients else None
+    made = GlobalServer(Base(LAYOUT, START, optimizer=optimizer, rate=lambda step: 1.0), strategy.for_server(), 1)
+    for site in sites:
+        made.receive(Join(site, 0), 0.0)
+    return made
+
+
+def push(site: str, round_: int, update: Tensor | None = None, **more: Any) -> Push:
+    settings = {"after": round_ - 1, "step": 8 * round_, "seen": round_ - 1, "samples": 4, **more}
+    parts = () if update is None else (Part(0, Fp32().encode(update, {}, 0)[0]),)
+    return Push(site, round_, parts=parts, **settings)
+
+
+def to(out: Outbox, site: str, kind: type[Message] = Answer) -> list[Any]:
+    return [message for name, message in out.messages if name == site and isinstance(message, kind)]
+
+
+def moved(one: GlobalServer) -> Tensor:
+    return one.base.vector - START
+
+
+# -- rounds ---------------------------------------------------------------------------------
+
+
+def test_a_round_closes_with_its_last_push_and_everybody_is_answered() -> None:
+    one = server()
+    assert not one.receive(push("a", 1, noise(1)), 0.0).messages
+    assert not one.receive(push("b", 1), 0.0).closed
+    out = one.receive(push("c", 1, noise(2)), 0.0)
+    (closed,) = out.closed
+    assert closed.senders == ["a", "b", "c"]
+    assert closed.answer.taken == {"a": 1, "b": 1, "c": 1}
+    assert closed.base == one.base.digest()
+    assert [name for name, _ in out.messages] == ["a", "b", "c"]
+    assert one.base.version == 1
+    torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 3)
+
+
+def test_sites_count_by_their_samples() -> None:
+    one = server(sites="ab")
+    one.receive(push("a", 1, noise(1), samples=4), 0.0)
+    one.receive(push("b", 1, noise(2), samples=12), 0.0)
+    torch.testing.assert_close(moved(one), (noise(1) + 3 * noise(2)) / 4)
+
+
+def test_a_push_that_comes_twice_is_taken_once() -> None:
+    one = server(sites="ab")
+    for _ in range(3):
+        assert not one.receive(push("a", 1, noise(1)), 0.0).messages
+    one.receive(push("b", 1), 0.0)
+    torch.testing.assert_close(moved(one), noise(1) / 2)
+    assert not one.receive(push("a", 1, noise(1)), 0.0).closed
+    assert one.base.version == 1
+
+
+def test_a_push_whose_predecessor_was_lost_is_not_taken_but_asked_for_again_in_order() -> None:
+    one = server(sites="ab", consistency="bounded(2)")
+    (welcome,) = to(one.receive(push("a", 2, noise(2), seen=0), 0.0), "a", Welcome)
+    assert welcome.taken == 0
+    one.receive(push("a", 1, noise(1), seen=0), 0.0)
+    one.receive(push("a", 2, noise(2), seen=0), 0.0)
+    one.receive(push("b", 1, seen=0), 0.0)
+    torch.testing.assert_close(moved(one), noise(1) / 2)
+    one.receive(push("b", 2), 0.0)
+    torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 2)
+
+
+def test_a_late_push_joins_the_round_that_is_open() -> None:
+    one = server(consistency="backup(1)")
+    one.receive(push("a", 1, noise(1)), 0.0)
+    out = one.receive(push("b", 1, noise(2)), 0.0)
+    assert out.closed[0].senders == ["a", "b"]
+    assert to(out, "c"), "the late site hears of it too"
+    assert not one.receive(push("c", 1, noise(3)), 0.0).closed
+    out = one.receive(push("a", 2), 0.0)
+    assert out.closed[0].answer.taken == {"a": 2, "c": 1}
+    torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 2 + noise(3) / 2)
+
+
+def test_backup_waits_for_the_last_site_when_there_are_no_others() -> None:
+    one = server(sites="a", consistency="backup(1)")
+    assert one.receive(push("a", 1), 0.0).closed
+
+
+def test_rounds_close_in_order() -> None:
+    one = server(sites="ab", consistency="bounded(3)")
+    for number in (1, 2, 3):
+        one.receive(push("a", number, noise(number), seen=0), 0.0)
+    for number in (1, 2, 3):
+        (closed,) = one.receive(push("b", number), 0.0).closed
+        assert closed.answer.version == closed.answer.round == number
+
+
+def test_a_site_that_has_finished_or_left_is_not_waited_for() -> None:
+    one = server()
+    one.receive(push("a", 1, final=True), 0.0)
+    one.receive(push("b", 1), 0.0)
+    assert one.receive(push("c", 1), 0.0).closed
+    assert not one.receive(push("b", 2), 0.0).closed
+    (closed,) = one.receive(Leave("c"), 0.0).closed
+    assert closed.senders == ["b"]
+    assert one.receive(push("b", 3), 0.0).closed
+
+
+def test_only_a_trigger_that_calls_calls_the_others() -> None:
+    one = server("weightgrad")
+    out = one.receive(push("a", 1), 0.0)
+    assert [(name, m.round) for name, m in out.messages if isinstance(m, Call)] == [("b", 1), ("c", 1)]
+    assert not one.receive(push("b", 1), 0.0).messages
+
+
+def test_a_site_called_to_two_rounds_answers_both() -> None:
+    world = Harness("weightgrad", sites=2)
+    fast, slow = world.names
+    while len([k for k in world.made if k[0] == fast]) < 2:
+        assert world.step(fast)
+        world.up(fast)
+    while world.down(slow):
+        pass
+    for _ in range(2):
+        world.step(slow)
+        world.drain(slow)
+        world.drain(fast)
+    assert world.server.base.version == 2
+    assert world.server.next_wake() is None, "no round is left waiting for a site that went past it"
+
+
+# -- asynchronous ---------------------------------------------------------------------------
+
+
+def test_async_moves_by_a_share_at_once() -> None:
+    one = server(consistency="async_()")
+    assert one.receive(push("a", 1, noise(1)), 0.0).closed
+    torch.testing.assert_close(moved(one), noise(1) / 3)
+
+
+def test_async_weighs_a_stale_push_down() -> None:
+    one = server(consistency="async_(staleness='inverse')")
+    one.receive(push("a", 1, noise(1), seen=0), 0.0)
+    one.receive(push("a", 2, noise(2), seen=1), 0.0)
+    torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 3)
+    one.receive(push("b", 1, noise(3), seen=0), 0.0)  # two versions old
+    torch.testing.assert_close(moved(one), (noise(1) + noise(2) + noise(3) / 3) / 3)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_delay_compensation_is_its_formula(gradients: bool) -> None:
+    one = server(sites="ab", gradients=gradients, consistency="async_(compensate=0.5)")
+    one.receive(push("a", 1, noise(1), seen=0), 0.0)
+    one.receive(push("a", 2, noise(2), seen=1), 0.0)
+    before = one.base.vector.clone()
+    since = before - START
+    assert since.abs().max() > 0.1
+    one.receive(push("b", 1, noise(3), seen=0), 0.0)
+    # the gradient is g + lambda g g (w - w_seen), whether it came as it is or as the update -g
+    g = noise(3) if gradients else -noise(3)
+    torch.testing.assert_close(one.base.vector - before, -(g + 0.5 * g * g * since) / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_a_push_on_the_present_base_is_not_compensated() -> None:
+    one = server(sites="ab", consistency="async_(compensate=0.5)")
+    one.receive(push("a", 1, noise(1), seen=0), 0.0)
+    one.receive(push("b", 1, noise(2), seen=1), 0.0)
+    torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 2)
+
+
+def test_bases_kept_for_compensation_do_not_grow_with_rounds() -> None:
+    one = server(sites="ab", consistency="async_(compensate=0.5)")
+    for number in range(1, 30):
+        one.receive(push("a", number, noise(number)), 0.0)
+    assert len(one._bases) <= 5
+    assert one.receive(push("b", 1, noise(1), seen=0), 0.0).closed
+
+
+# -- deadlines ------------------------------------------------------------------------------
+
+
+def test_t_local_reports_who_holds_the_others_back_and_t_global_loses_it() -> None:
+    one = server(t_local=1.0, t_global=5.0)
+    assert one.next_wake() is None
+    one.receive(push("a", 1, noise(1)), 10.0)
+    one.receive(push("b", 1), 10.5)
+    assert one.next_wake() == 11.0
+    out = one.wake(11.0)
+    assert out.held_back == ["c"]
+    assert not out.closed
+    assert one.next_wake() == 15.0
+    assert not one.wake(12.0).held_back, "said once"
+    out = one.wake(15.0)
+    assert out.lost == ["c"]
+    assert out.closed[0].senders == ["a", "b"]
+    assert [name for name, _ in out.messages] == ["a", "b"], "the lost one hears nothing"
+    assert one.next_wake() is None
+    torch.testing.assert_close(moved(one), noise(1) / 2)
+
+
+def test_each_of_several_rounds_closed_at_once_has_its_own_digest() -> None:
+    one = server(sites="ab", consistency="bounded(2)", t_global=5.0)
+    one.receive(push("a", 1, noise(1)), 0.0)
+    one.receive(push("a", 2, noise(2), seen=0), 1.0)
+    out = one.wake(5.0)
+    assert [c.answer.version for c in out.closed] == [1, 2]
+    assert out.closed[0].base != out.closed[1].base == one.base.digest()
+
+
+def test_a_lost_site_that_pushes_is_in_again_and_told_what_it_missed() -> None:
+    one = server(t_global=5.0, up="topk(0.05)", down="topk(0.02)")
+    one.receive(push("a", 1, noise(1)), 0.0)
+    one.receive(push("b", 1), 0.0)
+    one.wake(5.0)
+    out = one.receive(push("c", 1, noise(3), seen=0), 6.0)
+    (welcome,) = to(out, "c", Welcome)
+    assert (welcome.version, welcome.round, welcome.taken) == (1, 2, 0)
+    assert [a.version for a in welcome.answers] == [1]
+    assert welcome.snapshot is None
+    one.receive(push("a", 2), 6.0)
+    (closed,) = one.receive(push("b", 2), 6.0).closed
+    assert closed.answer.taken == {"a": 2, "b": 2, "c": 1}
+
+
+def test_a_site_that_missed_more_than_the_base_weighs_gets_a_snapshot() -> None:
+    one = server(sites="ab", t_global=1.0)
+    one.members.lose("b")
+    for number in range(1, 5):
+        one.receive(push("a", number, noise(number)), 0.0)
+    (welcome,) = to(one.receive(Join("b", 0), 0.0), "b", Welcome)
+    assert welcome.answers == ()
+    assert torch.equal(welcome.snapshot["base"], one.base.vector)
+    (newcomer,) = to(one.receive(Join("d", -1), 0.0), "d", Welcome)
+    assert newcomer.snapshot is not None
+    (present,) = to(one.receive(Join("b", 4), 0.0), "b", Welcome)
+    assert present.snapshot is None
+    assert present.answers == ()
+
+
+def test_the_log_of_answers_does_not_grow_with_rounds() -> None:
+    one = server(sites="a", down="topk(0.05)")
+    for number in range(1, 60):
+        one.receive(push("a", number, noise(number)), 0.0)
+    assert one._log_bytes <= 4 * N
+    assert len(one._log) < 10
+
+
+# -- the end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["weightgrad", "streaming", "onebit", "adaptive"])
+def test_the_last_round_flushes_what_the_down_codec_kept_back(name: str) -> None:
+    world = Harness(name, flush="fp32")
+    for _ in range(20):
+        for n in world.names:
+            world.step(n)
+            world.drain(n)
+    assert world.server._out.held.abs().max() > 1e-3
+    world.finish()
+    world.check()
+    assert world.server._out.held.abs().max() == 0
+
+
+def test_without_a_flush_it_stays() -> None:
+    world = Harness("weightgrad", flush="none")
+    for _ in range(20):
+        for n in world.names:
+            world.step(n)
+            world.drain(n)
+    held = world.server._out.held.clone()
+    world.finish()
+    assert torch.equal(world.server._out.held, held)
+
+
+# -- durability -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aggregator": "outer('nesterov')", "down": "ef(topk(0.1) > sign())"},
+        {"aggregator": "outer('adam', lr=0.1)", "down": "topk(0.1, exact=False)"},
+        {"down": "powersgd(rank=2)", "per": "tensor"},
+    ],
+)
+def test_a_restored_server_goes_on_bit_for_bit(changes: dict[str, Any]) -> None:
+    first = server(sites="ab", **changes)
+
+    def rounds(one: GlobalServer, numbers: range) -> None:
+        for number in numbers:
+            one.receive(push("a", number, noise(1, number)), 0.0)
+            one.receive(push("b", number, noise(2, number), samples=8), 0.0)
+
+    rounds(first, range(1, 5))
+    state = first.checkpoint()
+    first.receive(push("a", 5, noise(1, 5)), 0.0)  # in an open round: sent again by its site
+    again = server(sites="", **changes)
+    out = again.restore(state)
+    assert [(name, type(m)) for name, m in out.messages] == [("a", Restarted), ("b", Restarted)]
+    assert again.next_wake() is None
+    rounds(first, range(5, 9))
+    rounds(again, range(5, 9))
+    assert again.base.version == first.base.version == 8
+    assert again.base.digest() == first.base.digest()
+    assert torch.equal(again._out.held, first._out.held)
+
+
+def test_a_restored_server_knows_what_it_had_taken() -> None:
+    first = server(sites="ab")
+    first.receive(push("a", 1, noise(1)), 0.0)
+    first.receive(push("b", 1, noise(2)), 0.0)
+    again = server(sites="")
+    again.restore(first.checkpoint())
+    (welcome,) = to(again.receive(Join("a", 1), 0.0), "a", Welcome)
+    assert (welcome.taken, welcome.round) == (1, 2)
+    assert not again.receive(push("a", 1, noise(1)), 0.0).closed
+    assert again.base.digest() == first.base.digest()
+
+
+def test_lost_sites_are_told_of_a_restart_and_those_that_left_are_not() -> None:
+    first = server()
+    first.members.lose("b")
+    first.members.leave("c")
+    out = server(sites="").restore(first.checkpoint())
+    assert [name for name, _ in out.messages] == ["a", "b"]
+
+
+def test_a_site_that_joined_after_the_checkpoint_is_asked_to_join_again() -> None:
+    one = server(sites="ab")
+    out = one.receive(push("d", 1, noise(1)), 0.0)
+    assert [(name, type(m)) for name, m in out.messages] == [("d", Restarted)]
+    one.receive(push("a", 1), 0.0)
+    (closed,) = one.receive(push("b", 1), 0.0).closed
+    assert closed.senders == ["a", "b"]
+
+
+# -- what no honest peer sends --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", [Call(1), Restarted(), Answer(1, 1, 1, ()), Welcome(1, 1, 1, 0)])
+def test_what_only_sites_receive_is_refused(message: Message) -> None:
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        server().receive(message, 0.0)
+
+
+@pytest.mark.parametrize("message", [push("a", 1), Join("a", 0), Leave("a")])
+def test_what_only_the_server_receives_is_refused(message: Message) -> None:
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        Harness("baseline").ends["site-0"].receive(message, 0.0)
+
+
+def test_a_site_ahead_of_the_server_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="older checkpoint"):
+        server().receive(Join("a", 3), 0.0)
+
+
+def test_an_answer_out_of_turn_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="version 0"):
+        server().base.apply(Answer(2, 2, 2, ()))
+
+
+def test_the_leave_of_a_stranger_is_nothing() -> None:
+    assert not server().receive(Leave("nobody"), 0.0).messages

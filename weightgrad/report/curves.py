@@ -1,0 +1,93 @@
+"""Accuracy against virtual time as an SVG file: one line a strategy, time on a log scale, names at their ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import TypeAlias
+
+from weightgrad import units
+from weightgrad.report.runs import Run
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 56, 150, 48, 48
+_COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
+_OURS = "#d55e00"
+_STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #222; }
+  .title { font-size: 16px; font-weight: 600; }
+  .quiet { fill: #777; } .grid { stroke: #ddd; }
+  path { fill: none; }
+  @media (prefers-color-scheme: dark) { text { fill: #e6e6e6; } .quiet { fill: #999; } .grid { stroke: #444; } }
+"""
+
+
+def draw(groups: Mapping[str, Sequence[Run]], *, title: str) -> str:
+    """The first seed of every strategy; empty when nothing was evaluated."""
+    lines = {name: _points(runs[0]) for name, runs in groups.items() if runs}
+    lines = {name: points for name, points in lines.items() if points}
+    if not lines:
+        return ""
+    times = [t for points in lines.values() for t, _ in points]
+    heights = [a for points in lines.values() for _, a in points]
+    first, last = math.log10(min(times)), math.log10(max(times))
+    low, high = math.floor(min(heights) / 5) * 5, math.ceil(max(heights) / 5) * 5
+
+    def x(t: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (math.log10(t) - first) / max(last - first, 1e-9)
+
+    def y(accuracy: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (accuracy - low) / max(high - low, 1e-9)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f'<text class="title" x="8" y="22">{escape(title)}</text>',
+    ]
+    for accuracy in range(low, high + 1, 5 if high - low <= 40 else 10):
+        at = f"{y(accuracy):.1f}"
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
+        parts.append(f'<text class="quiet" x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{accuracy} %</text>')
+    for t in _ticks(min(times), max(times)):
+        parts.append(
+            f'<text class="quiet" x="{x(t):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">'
+            f"{escape(units.show_seconds(t))}</text>"
+        )
+    parts.append(f'<text class="quiet" x="{_LEFT}" y="{_HEIGHT - 8}">virtual time, log scale</text>')
+    parts += _drawn(lines, x, y)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _points(run: Run) -> list[tuple[float, float]]:
+    found = [(float(e["t"]), 100 * float(e["accuracy"])) for e in run.evaluations if e["accuracy"] is not None]
+    return [(t, accuracy) for t, accuracy in found if t > 0]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 3) if high / low > 30 else (1, 2, 5)
+    return [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
+
+
+Scale: TypeAlias = Callable[[float], float]
+
+
+def _drawn(lines: Mapping[str, list[tuple[float, float]]], x: Scale, y: Scale) -> list[str]:
+    """The lines, and their names at the right without overlap."""
+    parts, names = [], []
+    for place, (name, points) in enumerate(lines.items()):
+        ours = name == "weightgrad"
+        color = _OURS if ours else _COLORS[place % len(_COLORS)]
+        path = " ".join(f"{'L' if i else 'M'}{x(t):.1f} {y(a):.1f}" for i, (t, a) in enumerate(points))
+        dash = ' stroke-dasharray="5 4"' if name == "baseline" else ""
+        parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{3.2 if ours else 1.6}"{dash}/>')
+        names.append((y(points[-1][1]), x(points[-1][0]), name, color, ours))
+    above = -math.inf
+    for height, end, name, color, ours in sorted(names):
+        above = max(height, above + 14)
+        weight = ' font-weight="700"' if ours else ""
+        edge = _WIDTH - _RIGHT + 6
+        lead = f'x1="{end:.1f}" y1="{height:.1f}" x2="{edge}" y2="{above:.1f}"'
+        parts.append(f'<line stroke="{color}" {lead} opacity="0.35"/>')
+        parts.append(f'<text x="{edge + 4}" y="{above + 4:.1f}" style="fill:{color}"{weight}>{escape(name)}</text>')
+    return parts
