@@ -291,7 +291,7 @@ TABLE = _table(
         up="ef(topk(0.1) > sign())",
         down="ef(topk(0.2) > sign())",
         consistency="bounded(2)",
-        flush="qsgd(bits=8)",
+        flush="none",
     ),
     Strategy(
         name="weightgrad-serial",
@@ -305,7 +305,7 @@ TABLE = _table(
         up="ef(topk(0.1) > sign())",
         down="ef(topk(0.2) > sign())",
         consistency="bounded(2)",
-        flush="qsgd(bits=8)",
+        flush="none",
     ),
     Strategy(
         name="weightgrad-paper",
