@@ -173,7 +173,30 @@ def test_a_round_in_which_nobody_is_significant_completes(tmp_path: Path) -> Non
     assert_one_base(world)
 
 
-def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    world, book = run(tmp_path, plan("baseline", rate=lambda step: 1e30, steps=20))
+@pytest.mark.parametrize("name", ["baseline", "weightgrad", "weightgrad-paper", "dgc"])
+def test_a_run_that_diverges_says_so(name: str, tmp_path: Path) -> None:
+    world, book = run(tmp_path, plan(name, rate=lambda step: 1e30, steps=20))
     assert world.status == "diverged"
     assert book[-1]["status"] == "diverged"
+
+
+def test_a_run_that_fails_is_not_called_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("as if the disk were full")
+
+    monkeypatch.setattr(World, "_closed", fail)
+    with pytest.raises(RuntimeError):
+        run(tmp_path, plan("baseline"))
+    assert ledger.read(tmp_path / "ledger.jsonl")[-1]["status"] == "failed"
+
+
+def test_the_quantized_allreduce_inside_a_site(tmp_path: Path) -> None:
+    """Fewer LAN bytes than fp32 in the same ring, and it learns the same."""
+    found = {}
+    for codec in ("fp32", "qsgd(bits=8, bucket=32)"):
+        changes = {"gradients": codec, "exchange": "allreduce"}
+        found[codec], _ = run(tmp_path, plan("baseline", changes=changes, workers=4), workers=4)
+        assert_one_base(found[codec])
+    plain, coded = found.values()
+    assert coded.lan_bytes < plain.lan_bytes
+    torch.testing.assert_close(coded.server.base.vector, plain.server.base.vector, rtol=0, atol=0.1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.errors import NonFiniteError
+from weightgrad.errors import NonFiniteError, RangeError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.sim import codec_time, site
@@ -104,10 +104,10 @@ class World:
                 if not self.clock.step():
                     self.status = "interrupted"  # nothing will ever happen again: the server or a link is gone for good
                     break
-        except NonFiniteError:
+        except (NonFiniteError, RangeError):
             self.status = "diverged"
-        except KeyboardInterrupt:
-            self.status = "interrupted"
+        except BaseException as error:
+            self.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             raise
         finally:
             self._write_end()

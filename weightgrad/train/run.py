@@ -193,7 +193,7 @@ def _summary(world: World, recipe: Recipe) -> dict[str, Any]:
 def _save(world: World, out: Path) -> None:
     layout = world.task.layout
     tensors = {slot.name: slot.of(world.server.base.vector).clone() for slot in layout.slots}
-    quantized = world.quantized_base()
+    quantized = world.quantized_base() if world.status == "finished" else None
     if quantized is not None:
         tensors |= {f"quantized.{slot.name}": slot.of(quantized).clone() for slot in layout.slots}
     save_file(tensors, str(out / "base.safetensors"))
