@@ -14,13 +14,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +29,8 @@ from torch import Tensor
 
 from weightgrad import codecs, kernels
 from weightgrad.errors import EncodeError
+from weightgrad.report.codec_bench import seconds
+from weightgrad.report.machine import processor
 from weightgrad.wire import frame_bytes
 
 JOBS = ("half precision", "8 bit", "4 bit", "ternary", "one bit", "sparse", "low rank")
@@ -139,13 +137,6 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.encode:.2f}x / {self.decode:.2f}x"
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def square(size_mb: float, seed: int) -> Tensor:
@@ -299,23 +290,13 @@ def table_of(rows: list[Row], found: dict[Label, Ratio], title: str) -> Table:
     return table
 
 
-def cpu_model() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def markdown(rows: list[Row], found: dict[Label, Ratio], notes: list[str], arguments: argparse.Namespace) -> str:
     """The table as a dated Markdown file."""
     lines = [
         "# Codecs beside their rivals",
         "",
         f"- Date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
-        f"- Machine: {cpu_model()}, {os.cpu_count()} cores; {arguments.threads} thread(s) used",
+        f"- Machine: {processor()}; {arguments.threads} thread(s) used",
         f"- torch {torch.__version__}; WeightGrad's kernels: {kernels.status()}",
         f"- Command: `python benchmarks/bench_codec_rivals.py --size-mb {arguments.size_mb:g} "
         f"--threads {arguments.threads} --repeats {arguments.repeats}`",
@@ -373,7 +354,7 @@ def main() -> None:
         return
     megabytes = inputs[0].numel() * 4 / 1e6
     console = Console() if sys.stdout.isatty() else Console(width=170)
-    console.print(table_of(rows, found, f"{megabytes:.0f} MB of float32, {arguments.threads} thread(s), {cpu_model()}"))
+    console.print(table_of(rows, found, f"{megabytes:.0f} MB of float32, {arguments.threads} thread(s), {processor()}"))
     for note in notes:
         console.print(note, style="yellow", soft_wrap=True)
     console.print(closing(found), soft_wrap=True)

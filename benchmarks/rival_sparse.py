@@ -10,12 +10,26 @@ from torch import Tensor
 
 
 class Entries(Coder):
-    """Values and indices of the entries a subclass chooses, with or without a residual."""
+    """Values and indices of the entries that were sent."""
+
+    def __init__(self, index_dtype: torch.dtype) -> None:
+        self.indices, self.values = torch.empty(0, dtype=index_dtype), torch.empty(0)
+
+    def decode(self, out: Tensor) -> Tensor:
+        out.zero_().view(-1).index_copy_(0, self.indices.to(torch.int64), self.values)
+        return out
+
+    def nbytes(self) -> int:
+        return self.values.numel() * (4 + self.indices.element_size())
+
+
+class Chosen(Entries):
+    """The entries that a subclass chooses, with or without a residual."""
 
     def __init__(self, like: Tensor, index_dtype: torch.dtype, *, residual: bool) -> None:
+        super().__init__(index_dtype)
         self.index_dtype = index_dtype
         self.residual = torch.zeros(like.numel()) if residual else None
-        self.indices, self.values = torch.empty(0, dtype=index_dtype), torch.empty(0)
 
     @abstractmethod
     def choose(self, held: Tensor) -> Tensor:
@@ -29,15 +43,8 @@ class Entries(Coder):
         if self.residual is not None:
             self.residual.index_fill_(0, chosen, 0.0)
 
-    def decode(self, out: Tensor) -> Tensor:
-        out.zero_().view(-1).index_copy_(0, self.indices.to(torch.int64), self.values)
-        return out
 
-    def nbytes(self) -> int:
-        return self.values.numel() * (4 + self.indices.element_size())
-
-
-class TopK(Entries):
+class TopK(Chosen):
     """torch.topk of the magnitudes: exactly the k largest."""
 
     def __init__(self, like: Tensor, fraction: float, index_dtype: torch.dtype, *, residual: bool = False) -> None:
@@ -49,7 +56,7 @@ class TopK(Entries):
         return torch.topk(torch.abs(held, out=self.magnitudes), self.k, sorted=False).indices
 
 
-class LocalTopK(Entries):
+class LocalTopK(Chosen):
     """torch.topk of every piece for itself: about the k largest, never a whole-tensor selection."""
 
     def __init__(self, like: Tensor, chunk: int, fraction: float, *, residual: bool = False) -> None:
@@ -72,7 +79,7 @@ def sampled_threshold(magnitudes: Tensor, fraction: float) -> float:
     return float(torch.topk(magnitudes, k, sorted=False).values.min())
 
 
-class SampledTopK(Entries):
+class SampledTopK(Chosen):
     """A threshold from every 97th magnitude, then what passes it, a piece at a time."""
 
     def __init__(self, like: Tensor, chunk: int, fraction: float, *, residual: bool = False) -> None:
@@ -91,7 +98,7 @@ class SampledTopK(Entries):
         return torch.cat(chosen)
 
 
-class DgcExpressions(Entries):
+class DgcExpressions(Chosen):
     """Deep gradient compression on the whole tensor: momentum, accumulator, sampled threshold, masks."""
 
     momentum = 0.9
@@ -121,14 +128,11 @@ class DgcChunks(Entries):
     momentum = 0.9
 
     def __init__(self, like: Tensor, chunk: int, fraction: float) -> None:
-        super().__init__(like, torch.int32, residual=False)
+        super().__init__(torch.int32)
         self.chunk, self.fraction = chunk, fraction
         self.velocity, self.waiting = torch.zeros(like.numel()), torch.zeros(like.numel())
         self.magnitudes = torch.zeros(min(chunk, like.numel()))
         self.passes = torch.zeros(min(chunk, like.numel()), dtype=torch.bool)
-
-    def choose(self, held: Tensor) -> Tensor:
-        raise NotImplementedError("chooses while it accumulates, in encode")
 
     def encode(self, x: Tensor) -> None:
         flat = x.view(-1)

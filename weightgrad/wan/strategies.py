@@ -221,6 +221,20 @@ def _table(*rows: Strategy) -> dict[str, Strategy]:
     return {row.name: row for row in rows}
 
 
+_WEIGHTGRAD = Strategy(
+    name="weightgrad",
+    about="the few largest pending entries by sign and one size, overlapped; quantized inside the site",
+    shares="updates",
+    exchange="server",
+    gradients="qsgd(bits=8)",
+    weights="lossaware(bits=8)",
+    trigger="significance(threshold=4.0, at_most=4, low=4.0)",
+    up="ef(topk(0.1) > sign())",
+    down="ef(topk(0.2) > sign())",
+    consistency="bounded(2)",
+    flush="none",
+)
+
 TABLE = _table(
     Strategy(name="baseline", about="full-precision synchronous SGD over all workers of all sites"),
     Strategy(
@@ -280,32 +294,12 @@ TABLE = _table(
         consistency="bounded(1)",
         resume="base_and_pending",
     ),
-    Strategy(
-        name="weightgrad",
-        about="the few largest pending entries by sign and one size, overlapped; quantized inside the site",
-        shares="updates",
-        exchange="server",
-        gradients="qsgd(bits=8)",
-        weights="lossaware(bits=8)",
-        trigger="significance(threshold=4.0, at_most=4, low=4.0)",
-        up="ef(topk(0.1) > sign())",
-        down="ef(topk(0.2) > sign())",
-        consistency="bounded(2)",
-        flush="none",
-    ),
-    Strategy(
+    _WEIGHTGRAD,
+    dataclasses.replace(
+        _WEIGHTGRAD,
         name="weightgrad-serial",
         about="the same, each worker's gradient applied in turn",
-        shares="updates",
         combine="serial",
-        exchange="server",
-        gradients="qsgd(bits=8)",
-        weights="lossaware(bits=8)",
-        trigger="significance(threshold=4.0, at_most=4, low=4.0)",
-        up="ef(topk(0.1) > sign())",
-        down="ef(topk(0.2) > sign())",
-        consistency="bounded(2)",
-        flush="none",
     ),
     Strategy(
         name="weightgrad-paper",
