@@ -22,6 +22,11 @@ def test_the_servers_card_takes_one_after_the_other() -> None:
     assert LAN.gather([0.5, 0.0], [1_000_000] * 2) == pytest.approx(2.001)
 
 
+def test_shards_travel_side_by_side() -> None:
+    assert LAN.all_to_all(4, 1_000_000) == pytest.approx(0.751)
+    assert LAN.all_to_all(1, 10**9) == LAN.all_to_all(4, 0) == 0.0
+
+
 def test_spreading_is_a_copy_each_and_broadcast_is_handed_on() -> None:
     assert LAN.spread(4, 1_000_000) == pytest.approx(4.001)
     assert LAN.broadcast(4, 1_000_000) == pytest.approx(1.003)

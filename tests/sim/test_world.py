@@ -190,6 +190,16 @@ def test_a_run_that_fails_is_not_called_finished(tmp_path: Path, monkeypatch: py
     assert ledger.read(tmp_path / "ledger.jsonl")[-1]["status"] == "failed"
 
 
+def test_a_sharded_local_server_computes_the_same_and_is_faster(tmp_path: Path) -> None:
+    found = {}
+    for exchange in ("server", "sharded"):
+        changes = {"exchange": exchange, "trigger": "every(4)", "consistency": "sync"}
+        found[exchange], _ = run(tmp_path, plan("weightgrad", changes=changes, workers=4), workers=4)
+    assert torch.equal(found["server"].server.base.vector, found["sharded"].server.base.vector)
+    assert found["sharded"].lan_bytes < found["server"].lan_bytes
+    assert sum(s.times.lan for s in found["sharded"].sites) < sum(s.times.lan for s in found["server"].sites)
+
+
 def test_the_quantized_allreduce_inside_a_site(tmp_path: Path) -> None:
     """Fewer LAN bytes than fp32 in the same ring, and it learns the same."""
     found = {}

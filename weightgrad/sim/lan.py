@@ -1,8 +1,10 @@
 """How long the workers of a site take to exchange gradients and weights over their LAN.
 
-Two patterns. `server`: every worker sends to the local server through its one network card, which is
-shared fairly, and the answers leave through it. `allreduce`: the ring; every card carries
-2(n-1)/n of the vector each way. A site of one worker has nothing to exchange.
+Three patterns. `server`: every worker sends to the local server through its one network card, which is
+shared fairly, and the answers leave through it. `sharded`: the local server's work is dealt among the
+workers, each has 1/n of the vector; every card carries (n-1)/n of what a worker sends, and of what
+it is given. `allreduce`: the ring; every card carries 2(n-1)/n of the vector each way. A site of one
+worker has nothing to exchange.
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ class Lan:
         if workers < 2 or not nbytes:
             return 0.0
         return nbytes * 8 / self.bandwidth_bit_s + (workers - 1) * self.delay_seconds
+
+    def all_to_all(self, workers: int, nbytes: int) -> float:
+        """Seconds until each worker has its share of what every other sent, or all have every share."""
+        if workers < 2 or not nbytes:
+            return 0.0
+        return (workers - 1) / workers * nbytes * 8 / self.bandwidth_bit_s + self.delay_seconds
 
     def allreduce(self, workers: int, nbytes: int) -> float:
         """Seconds of a ring allreduce of so many bytes."""

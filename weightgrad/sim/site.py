@@ -66,7 +66,8 @@ class SimSite:
         self._codec = strategy.wan_codec("gradients")
         self._coded = not isinstance(self._codec, Fp32)
         self._weights_out = strategy.weights_out
-        self._spreads = strategy.shares == "updates" and strategy.exchange == "server"  # weights, each step
+        self._sharded = strategy.exchange == "sharded"
+        self._spreads = strategy.shares == "updates" and strategy.exchange != "allreduce"  # weights, each step
         self.local: LocalServer | None = None
         key = derive(self.plan.seed, 11, self.number)
         if strategy.shares == "updates":
@@ -131,11 +132,13 @@ class SimSite:
             payloads = self.local.released()
             assert payloads is not None
             nbytes = _frames(payloads)
-            coding = codec_time.encode_seconds(self._weights_out.codec, total, speed)
+            shards = self.place.workers if self._sharded else 1
+            coding = codec_time.encode_seconds(self._weights_out.codec, total, speed) / shards
             coding += codec_time.decode_seconds(self._weights_out.codec, total, speed)
-        seconds = self.place.lan.spread(self.place.workers, nbytes)
-        if self.place.workers > 1:
-            self.times.lan_bytes += self.place.workers * nbytes
+        workers, lan = self.place.workers, self.place.lan
+        seconds = lan.all_to_all(workers, nbytes) if self._sharded else lan.spread(workers, nbytes)
+        if workers > 1:
+            self.times.lan_bytes += (workers - 1 if self._sharded else workers) * nbytes
         self.times.codec += coding
         self.times.lan += seconds
         weights = self.end.model if self._weights_out is None else self.local.working_weights()
@@ -199,6 +202,10 @@ class SimSite:
             self.times.lan_bytes += allreduce_bytes(workers, max(sizes))
             return max(starts) + coding + lan.allreduce(workers, max(sizes)), coding
         coding = codec_time.encode_seconds(self._codec, total, speed)
+        if self._sharded:
+            decoding = codec_time.decode_seconds(self._codec, total, speed)  # n pushes of 1/n each
+            self.times.lan_bytes += (workers - 1) * max(sizes)
+            return max(starts) + coding + lan.all_to_all(workers, max(sizes)) + decoding, coding + decoding
         decoding = workers * codec_time.decode_seconds(self._codec, total, speed)
         self.times.lan_bytes += sum(sizes)
         return lan.gather([s + coding for s in starts], sizes) + decoding, coding + decoding

@@ -47,7 +47,9 @@ class Strategy:
     about: str
     shares: str = "gradients"  # or "updates"
     combine: str = "mean"  # or "serial": each worker's gradient applied in turn
-    exchange: str = "allreduce"  # or "server": through the local server's network card
+    exchange: str = (
+        "allreduce"  # or "server": through the local server's card; "sharded": it is dealt among the workers
+    )
     gradients: str = "fp32"  # codec of a worker's gradient inside the site
     weights: str = "fp32"  # codec of the weights given to the workers (lossaware(...) for WeightGrad)
     exempt: str = "default"  # tensors that go as fp32 all the same: names with * and ?, separated by commas
@@ -75,7 +77,7 @@ class Strategy:
         one_of = {
             "shares": ("gradients", "updates"),
             "combine": ("mean", "serial"),
-            "exchange": ("allreduce", "server"),
+            "exchange": ("allreduce", "server", "sharded"),
             "per": ("flat", "tensor"),
             "judge": ("base", "quantized"),
         }
@@ -113,11 +115,13 @@ class Strategy:
         if not self.keep_loss and carries is not None:
             raise StrategyError(f"keep_loss = false, but {carries} is error feedback; take a plain codec or keep it")
         if self.exchange == "allreduce" and (self.weights != "fp32" or self.combine == "serial"):
-            raise StrategyError("quantized weights and serial workers need exchange = 'server'")
+            raise StrategyError("quantized weights and serial workers need exchange = 'server' or 'sharded'")
         if self.serial_scale is not None and self.combine != "serial":
             raise StrategyError("serial_scale is for combine = 'serial'")
         if self.correction and self.exchange == "allreduce" and self.gradients != "fp32":
-            raise StrategyError("correction needs exchange = 'server' when gradients are quantized in the site")
+            raise StrategyError(
+                "correction needs exchange = 'server' or 'sharded' when gradients are quantized in the site"
+            )
         if self.judge == "quantized" and self.weights == "fp32":
             raise StrategyError("judge = 'quantized', but the weights are fp32")
         self._fit_selectors()
@@ -225,7 +229,7 @@ _WEIGHTGRAD = Strategy(
     name="weightgrad",
     about="the few largest pending entries by sign and one size, overlapped; quantized inside the site",
     shares="updates",
-    exchange="server",
+    exchange="sharded",
     gradients="qsgd(bits=8)",
     weights="lossaware(bits=8)",
     trigger="significance(threshold=4.0, at_most=4, low=4.0)",
@@ -240,7 +244,7 @@ TABLE = _table(
     Strategy(
         name="qsgd",
         about="QSGD: buckets, 4 bits, stochastic rounding, both ways",
-        exchange="server",
+        exchange="sharded",
         gradients="qsgd(bits=4)",
         up="qsgd(bits=4)",
         down="qsgd(bits=4)",
@@ -249,7 +253,7 @@ TABLE = _table(
     Strategy(
         name="terngrad",
         about="TernGrad: clipped ternary gradients up; 4 bits down, as its sum of scalers takes",
-        exchange="server",
+        exchange="sharded",
         gradients="terngrad(clip=2.5)",
         up="terngrad(clip=2.5)",
         down="qsgd(bits=4)",
