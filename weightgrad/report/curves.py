@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TypeAlias
 
-from weightgrad import units
 from weightgrad.report.runs import Run
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 56, 150, 48, 48
@@ -50,8 +49,7 @@ def draw(groups: Mapping[str, Sequence[Run]], *, title: str) -> str:
         parts.append(f'<text class="quiet" x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{accuracy} %</text>')
     for t in _ticks(min(times), max(times)):
         parts.append(
-            f'<text class="quiet" x="{x(t):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">'
-            f"{escape(units.show_seconds(t))}</text>"
+            f'<text class="quiet" x="{x(t):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{t:g} s</text>'
         )
     parts.append(f'<text class="quiet" x="{_LEFT}" y="{_HEIGHT - 8}">virtual time, log scale</text>')
     parts += _drawn(lines, x, y)
