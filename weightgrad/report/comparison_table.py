@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.markup import escape
 from rich.table import Table
@@ -81,21 +82,24 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def table(comparison: Comparison, width: int) -> Table:
-    """For a terminal of this width."""
-    made = Table(box=None, pad_edge=False, padding=(0, 1 if width < 110 else 3, 0, 0))
-    for place, header in enumerate(HEADERS):
-        text = header.replace(" ", "\n") if width < 110 else header
+    """For a terminal of this width; where it is too narrow for all, the last columns are left to comparison.md."""
+    padding = 1 if width < 110 else 3
+    made = Table(box=None, pad_edge=False, padding=(0, padding, 0, 0))
+    headers = [header.replace(" ", "\n") if width < 110 else header for header in HEADERS]
+    rows = [cells(row, comparison.reference) for row in comparison.rows]
+    shown, used = 0, 0
+    for place, header in enumerate(headers):
+        used += padding + max(*map(len, header.split("\n")), 1, *(len(row[place]) for row in rows))
+        if place < 3 or used - padding <= width:
+            shown = place + 1
+    for place, header in enumerate(headers[:shown]):
+        justify: Literal["left", "right"] = "right" if place else "left"
         made.add_column(
-            text,
-            justify="right" if place else "left",
-            no_wrap=place > 0,
-            overflow="fold",
-            vertical="bottom",
-            header_style="dim",
+            header, justify=justify, no_wrap=place > 0, overflow="fold", vertical="bottom", header_style="dim"
         )
-    for row in comparison.rows:
+    for row, texts in zip(comparison.rows, rows, strict=True):
         bold = "bold" if row.strategy.startswith("weightgrad") else None
-        made.add_row(*(escape(cell) for cell in cells(row, comparison.reference)), style=bold)
+        made.add_row(*(escape(cell) for cell in texts[:shown]), style=bold)
     return made
 
 
