@@ -158,11 +158,12 @@ def _lan_seconds(made: WorldPlan, nbytes: int) -> float:
     return nbytes * 8 / made.sites[0].lan.bandwidth_bit_s / share
 
 
-def test_full_weights_through_the_local_server_are_not_free(tmp_path: Path) -> None:
-    full, _ = run(tmp_path, plan("weightgrad", changes={"weights": "fp32"}))
+@pytest.mark.parametrize(("exchange", "copies"), [("server", 2), ("sharded", 1)])  # two workers; a shard's owner has it
+def test_full_weights_through_the_local_server_are_not_free(exchange: str, copies: int, tmp_path: Path) -> None:
+    full, _ = run(tmp_path, plan("weightgrad", changes={"weights": "fp32", "exchange": exchange}))
     steps, numel = 40, full.task.layout.numel
     for one in full.sites:
-        assert one.times.lan_bytes >= steps * one.place.workers * 4 * numel
+        assert one.times.lan_bytes >= steps * copies * 4 * numel
 
 
 def test_answers_that_come_while_a_site_waits_are_handed_to_its_workers(
