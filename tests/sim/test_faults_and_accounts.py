@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from weightgrad import ledger
 from weightgrad.sim.compute import Compute
 from weightgrad.sim.lan import Lan
 from weightgrad.sim.links import Link, Links
@@ -19,23 +18,7 @@ from weightgrad.sim.world import World
 from weightgrad.wan.messages import Answer, Message, Welcome
 from weightgrad.wan.site_end import SiteEnd
 
-from .toy import Toy, plan
-
-
-def run(directory: Path, made: WorldPlan, workers: int = 2) -> tuple[World, list[dict[str, Any]]]:
-    path = directory / "ledger.jsonl"
-    with ledger.Ledger(path, replace=True) as book:
-        world = World(made, Toy(len(made.sites), workers), book)
-        world.run()
-    return world, ledger.read(path)
-
-
-def assert_one_base(world: World) -> None:
-    assert world.status == "finished"
-    for one in world.sites:
-        assert one.end.finished
-        assert one.end.base.digest() == world.server.base.digest()
-
+from .toy import assert_finished_with_one_base, plan, run
 
 # -- faults ---------------------------------------------------------------------------------
 
@@ -46,14 +29,14 @@ def test_a_cut_that_heals_does_not_heal_a_slow_link(tmp_path: Path) -> None:
     alone, _ = run(tmp_path, plan("baseline", faults=(slow,)))
     both, _ = run(tmp_path, plan("baseline", faults=(slow, cut)))
     assert both.clock.now > alone.clock.now
-    assert_one_base(both)
+    assert_finished_with_one_base(both)
 
 
 def test_a_site_killed_twice_comes_back_once(tmp_path: Path) -> None:
     faults = (Fault(0.40, "kill", ("site-1",), 0.3), Fault(0.50, "kill", ("site-1",), 0.21))
     slow = plan("baseline", changes={"consistency": "async_()"}, faults=faults, steps=60)
     world, book = run(tmp_path, dataclasses.replace(slow, sites=_sites(3, compute=Compute(0.05))))
-    assert_one_base(world)
+    assert_finished_with_one_base(world)
     steps = [e["t"] for e in book if e["kind"] == "step" and e["site"] == "site-1"]
     assert min(b - a for a, b in pairwise(steps)) > 0.05 - 1e-9, "no step is shorter than it takes"
 
@@ -61,7 +44,7 @@ def test_a_site_killed_twice_comes_back_once(tmp_path: Path) -> None:
 def test_a_server_killed_twice_comes_back_once(tmp_path: Path) -> None:
     faults = (Fault(0.40, "kill", ("hub",), 0.3), Fault(0.50, "kill", ("hub",), 0.3))
     world, book = run(tmp_path, plan("diloco", changes={"every": 4}, faults=faults))
-    assert_one_base(world)
+    assert_finished_with_one_base(world)
     assert [e["what"] for e in book if e["kind"] == "fault"] == ["kill", "kill", "return"]
 
 
@@ -69,7 +52,7 @@ def test_a_server_killed_twice_comes_back_once(tmp_path: Path) -> None:
 def test_a_server_that_dies_just_after_a_site_joined(dies: float, tmp_path: Path) -> None:
     faults = (Fault(0.5, "join", ("site-2",)), Fault(dies, "kill", ("hub",), 0.02))
     world, _ = run(tmp_path, plan("baseline", faults=faults, absent=frozenset({"site-2"})))
-    assert_one_base(world)
+    assert_finished_with_one_base(world)
 
 
 @pytest.mark.parametrize("fault", [Fault(0.4, "kill", ("hub",)), Fault(0.4, "cut", ("hub", "site-1"))])
@@ -114,7 +97,7 @@ def test_without_faults_nothing_is_sent_twice(name: str, tmp_path: Path, monkeyp
     made = plan(name, changes=changes)
     links = tuple(Link(one.between, 2e4, 0.05) for one in made.links)  # messages queue up, small ones behind large ones
     world, book = run(tmp_path, dataclasses.replace(made, links=links))
-    assert_one_base(world)
+    assert_finished_with_one_base(world)
     assert len(welcomes) == len(world.sites), "one each, at the start"
     up = sum(e["up_bytes"] for e in book if e["kind"] == "round")
     assert sum(both[0] for both in world.links.bytes) == up + len(world.sites) * (32 + len("site-0"))

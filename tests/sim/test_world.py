@@ -13,22 +13,7 @@ from weightgrad.sim.plan import Fault, WorldPlan
 from weightgrad.sim.world import World
 from weightgrad.wan.strategies import TABLE
 
-from .toy import Toy, plan
-
-
-def run(directory: Path, made: WorldPlan, workers: int = 2) -> tuple[World, list[dict[str, Any]]]:
-    path = directory / "ledger.jsonl"
-    with ledger.Ledger(path, replace=True) as book:
-        world = World(made, Toy(len(made.sites), workers), book)
-        world.run()
-    return world, ledger.read(path)
-
-
-def assert_one_base(world: World) -> None:
-    for one in world.sites:
-        if one.alive and not one.left:
-            assert one.end.base.version == world.server.base.version
-            assert one.end.base.digest() == world.server.base.digest()
+from .toy import Toy, assert_one_base, plan, run
 
 
 def large_batch(made: WorldPlan, **options: float) -> torch.Tensor:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weightgrad import ledger
 from weightgrad.kernels.noise import derive
 from weightgrad.sim.compute import Compute
 from weightgrad.sim.lan import Lan
 from weightgrad.sim.links import Link
 from weightgrad.sim.plan import SitePlace, WorldPlan
 from weightgrad.sim.task import Gradient, Score
+from weightgrad.sim.world import World
 from weightgrad.site.layout import Layout
 from weightgrad.wan.strategies import find
 
@@ -21,7 +24,6 @@ from weightgrad.wan.strategies import find
 class Toy:
     """Gradients w - target + noise; accuracy is how near the middle of the targets one is."""
 
-    separate = False
     epoch_steps = 10
 
     def __init__(self, sites: int, workers: int = 2) -> None:
@@ -42,10 +44,6 @@ class Toy:
         for worker in range(self._workers):
             away = weights - self._targets[site] + 0.1 * self._random(2, site, worker, step)
             yield Gradient(away, float(away.square().mean()))
-
-    def gradient(self, site: int, weights: Tensor, step: int) -> Gradient:
-        found = list(self.gradients(site, weights, step))
-        return Gradient(torch.stack([g.vector for g in found]).mean(0), sum(g.loss for g in found) / len(found))
 
     def evaluate(self, weights: Tensor) -> Score:
         away = float((weights - torch.stack(self._targets).mean(0)).square().mean())
@@ -69,3 +67,27 @@ def plan(
         "evaluate_every": 10,
     }
     return WorldPlan(**{**settings, **more})
+
+
+def run(directory: Path, made: WorldPlan, workers: int = 2) -> tuple[World, list[dict[str, Any]]]:
+    """The plan's world after its run, and its ledger."""
+    path = directory / "ledger.jsonl"
+    with ledger.Ledger(path, replace=True) as book:
+        world = World(made, Toy(len(made.sites), workers), book)
+        world.run()
+    return world, ledger.read(path)
+
+
+def assert_one_base(world: World) -> None:
+    """Every site that is there has the server's base."""
+    for one in world.sites:
+        if one.alive and not one.left:
+            assert one.end.base.version == world.server.base.version
+            assert one.end.base.digest() == world.server.base.digest()
+
+
+def assert_finished_with_one_base(world: World) -> None:
+    """The same, and all have ended."""
+    assert world.status == "finished"
+    assert all(one.alive and one.end.finished for one in world.sites)
+    assert_one_base(world)

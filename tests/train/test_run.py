@@ -111,14 +111,6 @@ def test_a_mistake_in_the_strategy_is_shown_at_its_line(strategy: str, line: int
         assert word in str(caught.value)
 
 
-def test_workers_together_are_the_mean_of_workers_apart() -> None:
-    task = Training(LAPTOP)
-    weights = task.initial()
-    apart = torch.stack([g.vector.clone() for g in task.gradients(1, weights, 3)]).mean(0)
-    together = task.gradient(1, weights, 3).vector
-    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-6)
-
-
 def test_schedules() -> None:
     def rates(settings: list[str], steps: list[int]) -> list[Any]:
         return [round(rate_of(LAPTOP.with_settings(settings))(s), 6) for s in steps]

@@ -102,7 +102,7 @@ class Harness:
 
     def act(self, out: Outbox) -> None:
         for closed in out.closed:
-            self.taken += list(closed.answer.taken.items())
+            self.taken += closed.pushes
         if out.closed:
             self.checkpoint = self.server.checkpoint()
         for name, message in out.messages:

@@ -165,13 +165,6 @@ class SimSite:
         self, weights: Tensor, number: int, losses: list[float], sizes: list[int]
     ) -> Iterator[tuple[Payload, ...] | Tensor]:
         whole = 4 * self.task.layout.numel
-        each = self._encoders or self.task.separate or self.plan.strategy.combine == "serial"
-        if not each:
-            found = self.task.gradient(self.number, weights, number)
-            losses.append(found.loss)
-            sizes += [whole] * self.place.workers
-            yield found.vector
-            return
         for worker, found in enumerate(self.task.gradients(self.number, weights, number)):
             losses.append(found.loss)
             if self._encoders:

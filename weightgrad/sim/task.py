@@ -28,7 +28,6 @@ class Task(Protocol):
     """A model, its data dealt to sites and workers, and its test."""
 
     layout: Layout
-    separate: bool  # workers must be computed one by one (batch statistics)
     epoch_steps: int
 
     def initial(self) -> Tensor:
@@ -41,10 +40,6 @@ class Task(Protocol):
 
     def gradients(self, site: int, weights: Tensor, step: int) -> Iterator[Gradient]:
         """One a worker, in order."""
-        ...
-
-    def gradient(self, site: int, weights: Tensor, step: int) -> Gradient:
-        """Their mean, computed at once."""
         ...
 
     def evaluate(self, weights: Tensor) -> Score:

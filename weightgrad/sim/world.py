@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from weightgrad.errors import NonFiniteError, RangeError
@@ -19,12 +18,11 @@ from weightgrad.ledger import Ledger
 from weightgrad.sim import codec_time, site
 from weightgrad.sim.clock import Clock
 from weightgrad.sim.faults import schedule
+from weightgrad.sim.judge import Evaluation, Judge
 from weightgrad.sim.links import Links
 from weightgrad.sim.plan import WorldPlan
 from weightgrad.sim.site import SimSite
-from weightgrad.sim.task import Score, Task
-from weightgrad.site.average import ParameterAverage
-from weightgrad.site.weights import decode_flat
+from weightgrad.sim.task import Task
 from weightgrad.wan.base import Base
 from weightgrad.wan.global_server import Closed, GlobalServer, Outbox
 from weightgrad.wan.messages import Join, Leave, Message, Push, nbytes, numel
@@ -41,17 +39,6 @@ class Progress:
     virtual_seconds: float
     wan_bytes: int
     lan_bytes: int
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The base on the test data, and what is made from it."""
-
-    accuracy: float
-    loss: float
-    base: float
-    quantized: float | None
-    ema: float | None
 
 
 class World:
@@ -73,7 +60,7 @@ class World:
         self.rounds = 0
         self.status = "finished"
         self.last: Evaluation | None = None
-        self._ema = ParameterAverage(self._initial, plan.ema) if plan.ema is not None else None
+        self.judge = Judge(plan, task, self.server.base, self.sites[0].local)
         self._next_evaluation = plan.evaluate_every
         self._wake = math.inf
         self._decoded: dict[str, float] = {}  # when the server has decoded what a site sent
@@ -298,8 +285,7 @@ class World:
         )
         if self._keeps_checkpoints:
             self._checkpoint = self.server.checkpoint()
-        if self._ema is not None:
-            self._ema.update(self.server.base.vector)
+        self.judge.moved()
         if answer.step >= self._next_evaluation:
             self._next_evaluation = (answer.step // self.plan.evaluate_every + 1) * self.plan.evaluate_every
             self.evaluate()
@@ -325,18 +311,7 @@ class World:
 
     def evaluate(self) -> Evaluation:
         """The server's base now; costs no virtual time."""
-        base = self.server.base.vector
-        score = self._score(base)
-        quantized = self._quantized()
-        ema = self._score(self._ema.value()) if self._ema is not None else None
-        judged = quantized if quantized is not None and self.plan.strategy.judge == "quantized" else score
-        found = Evaluation(
-            judged.accuracy,
-            judged.loss,
-            score.accuracy,
-            quantized.accuracy if quantized is not None else None,
-            ema.accuracy if ema is not None else None,
-        )
+        found = self.judge.evaluate()
         self.last = found
         self.ledger.write(
             "evaluate",
@@ -353,25 +328,6 @@ class World:
         )
         self._report(found.accuracy)
         return found
-
-    def quantized_base(self) -> Tensor | None:
-        """The base as a worker would be given it, by the first site's curvature."""
-        out, local = self.plan.strategy.weights_out, self.sites[0].local
-        if out is None or local is None:
-            return None
-        layout = self.task.layout
-        key = derive(self.plan.seed, 30, self.server.base.version)
-        payloads = out.encode(layout, self.server.base.vector, local.curvature(), out.init(layout), key)
-        return decode_flat(layout, payloads)
-
-    def _quantized(self) -> Score | None:
-        weights = self.quantized_base()
-        return None if weights is None else self._score(weights)
-
-    def _score(self, weights: Tensor) -> Score:
-        if not bool(torch.isfinite(weights).all()):
-            raise NonFiniteError(f"the base is not finite at version {self.server.base.version}")
-        return self.task.evaluate(weights)
 
     def _report(self, accuracy: float | None) -> None:
         if self._watch is not None:

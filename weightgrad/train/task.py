@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from weightgrad.errors import DataError
@@ -41,7 +41,6 @@ class Training:
             **recipe.model.options,
         )
         self.layout = Layout.of(self._module)
-        self.separate = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._module.modules())
         self._first = self.layout.gather(self._module)
         self._gradient = torch.zeros_like(self._first)
         workers = [site.workers for site in recipe.site_list]
@@ -67,26 +66,14 @@ class Training:
     def gradients(self, site: int, weights: Tensor, step: int) -> Iterator[Gradient]:
         """One worker after the other; the vector is overwritten by the next."""
         for worker, batches in enumerate(self._batches[site]):
-            yield self._pass(weights, [batches.at(step)], [derive(self._key, site, worker, step)])
-
-    def gradient(self, site: int, weights: Tensor, step: int) -> Gradient:
-        """All workers' samples in one pass: the mean of their gradients, as their batches are equal."""
-        all_workers = range(len(self._batches[site]))
-        keys = [derive(self._key, site, worker, step) for worker in all_workers]
-        return self._pass(weights, [batches.at(step) for batches in self._batches[site]], keys)
-
-    def _pass(self, weights: Tensor, indices: Sequence[Tensor], keys: Sequence[int]) -> Gradient:
-        inputs, labels = [], []
-        for one, key in zip(indices, keys, strict=True):
-            images, answers = self._dataset.train(one)
-            inputs.append(self._pipeline.train(images, key))
-            labels.append(answers)
-        self._point_at(weights)
-        self._module.train()
-        loss = functional.cross_entropy(self._module(torch.cat(inputs)), torch.cat(labels))
-        self._gradient.zero_()
-        loss.backward()
-        return Gradient(self._gradient, float(loss.detach()))
+            images, labels = self._dataset.train(batches.at(step))
+            inputs = self._pipeline.train(images, derive(self._key, site, worker, step))
+            self._point_at(weights)
+            self._module.train()
+            loss = functional.cross_entropy(self._module(inputs), labels)
+            self._gradient.zero_()
+            loss.backward()
+            yield Gradient(self._gradient, float(loss.detach()))
 
     def _point_at(self, weights: Tensor) -> None:
         """No copy: the parameters become views of these weights, their gradients of one vector."""

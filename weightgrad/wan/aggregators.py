@@ -123,23 +123,6 @@ class Sum(Aggregator):
         return round_.total
 
 
-@part("aggregator", "median")
-@dataclass(frozen=True)
-class Median(Aggregator):
-    """Median of each coordinate: a minority of lying sites cannot move it far."""
-
-    def open(self, numel: int) -> Accumulator:
-        """Keeps every push."""
-        return Accumulator(numel, keep_all=True)
-
-    def close(self, round_: Accumulator, state: State) -> Tensor:
-        """Middle one, or mean of the two in the middle."""
-        del state
-        if not round_.each:
-            return round_.total
-        return torch.quantile(torch.stack(round_.each), 0.5, dim=0)
-
-
 @part("aggregator", "trimmed_mean")
 @dataclass(frozen=True)
 class TrimmedMean(Aggregator):
@@ -162,6 +145,20 @@ class TrimmedMean(Aggregator):
         trim = min(self.trim, (len(round_.each) - 1) // 2)
         ordered = torch.stack(round_.each).sort(0).values
         return ordered[trim : len(round_.each) - trim].mean(0)
+
+
+@part("aggregator", "median")
+@dataclass(frozen=True)
+class Median(Aggregator):
+    """Median of each coordinate: a minority of lying sites cannot move it far."""
+
+    def open(self, numel: int) -> Accumulator:
+        """Keeps every push."""
+        return Accumulator(numel, keep_all=True)
+
+    def close(self, round_: Accumulator, state: State) -> Tensor:
+        """What is left when all but the middle one or two are trimmed."""
+        return TrimmedMean(trim=len(round_.senders)).close(round_, state)
 
 
 @part("aggregator", "outer")

@@ -61,6 +61,7 @@ class Closed:
 
     answer: Answer
     senders: list[str]
+    pushes: list[tuple[str, int]]  # (site, round) of each; a site that was late may have two
     up_bytes: int
     base: str  # digest of the base that the answer made
 
@@ -83,7 +84,9 @@ class _Round:
     up_bytes: int = 0
     senders: set[str] = field(default_factory=set)
     taken: dict[str, int] = field(default_factory=dict)
+    all: list[tuple[str, int]] = field(default_factory=list)
     reported: bool = False
+    waiting: list[Push] = field(default_factory=list)  # encoded, until those before them in the order have come
 
 
 class _Asked(Selector):
@@ -178,14 +181,25 @@ class GlobalServer:
         if number not in self._rounds:
             self._open(number, push.site, now, out)
         current = self._rounds[number]
-        weight = self._weight(push)
-        current.pushes.add(push.site, self._compensated(push), weight)
+        current.waiting.append(push)
         current.step = max(current.step, push.step)
         current.up_bytes += nbytes(push)
         current.senders.add(push.site)
         current.taken[push.site] = push.round
+        current.all.append((push.site, push.round))
         member.round = push.round
         member.done = member.done or push.final
+        self._add(current, [m.name for m in self.members.awaited if m.name not in current.senders])
+
+    def _add(self, current: _Round, missing: list[str]) -> None:
+        """Add up, in the order of the sites' names, the pushes that no missing one comes before.
+
+        So the sum has the same bits whatever the order of arrival, and only what came out of turn waits.
+        """
+        current.waiting.sort(key=lambda push: push.site)
+        while current.waiting and all(current.waiting[0].site < name for name in missing):
+            push = current.waiting.pop(0)
+            current.pushes.add(push.site, self._compensated(push), self._weight(push))
 
     def _open(self, number: int, sender: str, now: float, out: Outbox) -> None:
         self._rounds[number] = _Round(now, self._plan.aggregator.open(self.base.layout.numel))
@@ -235,6 +249,7 @@ class GlobalServer:
 
     def _close(self, number: int, now: float, out: Outbox) -> None:
         current = self._rounds.pop(number)
+        self._add(current, [])
         if self._plan.consistency.alone:
             awaited = max(1, len(self.members.listening))
             current.pushes.weight = float(awaited)  # one of so many: a push moves the base by its share
@@ -251,7 +266,7 @@ class GlobalServer:
             self.members.by_name[name].taken = taken
         self._remember(answer)
         out.messages += [(member.name, answer) for member in self.members.listening]
-        out.closed.append(Closed(answer, sorted(current.senders), current.up_bytes, self.base.digest()))
+        out.closed.append(Closed(answer, sorted(current.senders), current.all, current.up_bytes, self.base.digest()))
 
     def _encode(self, moved: Tensor, touched: list[Stretch], count: int) -> tuple[Part, ...]:
         last = not self.members.awaited and self._plan.keep_loss and not isinstance(self._plan.down, Fp32)

@@ -67,7 +67,7 @@ class SiteEnd:
         self._inbox: dict[int, Answer] = {}
         self._round = 0  # the last round pushed for, or known to be over
         self._pushed = 0  # the last round pushed for
-        self._round_step = 0
+        self._sent_step = 0  # when something was last sent
         self._called = 0
         self._heard = 0.0
         self._joined = False
@@ -80,7 +80,7 @@ class SiteEnd:
         )
         self._previous = self.model.clone() if (wants or plan.selector.needs_step) else None
         self._step_update: Tensor | None = None
-        self._done: Tensor | None = None  # shared gradients since the last round, where a trigger asks
+        self._done: Tensor | None = None  # shared gradients since something was sent, where a trigger asks
 
     # -- membership -------------------------------------------------------------------------
 
@@ -166,9 +166,11 @@ class SiteEnd:
         if self._previous is not None:
             self._step_update = self.model - self._previous if gradient is None else gradient
             self._previous.copy_(self.model)
+            if gradient is not None and self.threshold is not None:
+                self._done = gradient.clone() if self._done is None else self._done.add_(gradient)
         moment = Moment(
             self.step,
-            self.step - self._round_step,
+            self.step - self._sent_step,
             self._ratio,
             self.threshold.value if self.threshold else 0.0,
         )
@@ -176,6 +178,11 @@ class SiteEnd:
             if gradient is not None:
                 self.pending.put(gradient)
             return []
+        if not self.plan.trigger.sends(moment):
+            if gradient is not None:
+                self.pending.put(gradient)
+            return [self._begin(now, torch.zeros_like(self.model), _NOTHING, 0)]
+        self._sent_step, self._done = self.step, None
         return [self._begin(now, self._fresh(gradient), self.plan.selector, self.plan.trigger.fragment(moment))]
 
     def finish(self, now: float) -> list[Message]:
@@ -204,10 +211,9 @@ class SiteEnd:
         """How many times one step's update is what was done since the last round began."""
         assert self._step_update is not None
         one = float(self._step_update.norm())
-        if self.plan.shares_gradients:
-            self._done = self._step_update if self._done is None else self._done + self._step_update
-            return float(self._done.norm()) / one if one > 0 else 0.0
-        return float((self.model - self._mark).norm()) / one if one > 0 else 0.0
+        done = self._done if self.plan.shares_gradients else self.model - self._mark
+        assert done is not None
+        return float(done.norm()) / one if one > 0 else 0.0
 
     def _begin(
         self,
@@ -220,7 +226,6 @@ class SiteEnd:
         final: bool = False,
     ) -> Push:
         self._round += 1  # never past a round it was called to: each waits for its push
-        self._round_step, self._done = self.step, None
         parts = self.pending.take(
             fresh,
             selector,

@@ -65,6 +65,7 @@ class Strategy:
     aggregator: str = "mean"
     consistency: str = "sync"
     overlap: int = 0  # steps a site goes on while a round is on its way
+    hide: int = 0  # overlap is as many steps as the slowest link needs for a round, at most this; 0: as said
     resume: str = "base"
     flush: str = "fp32"  # codec of what is pending at the end; "none" leaves it
     judge: str = "base"  # or "quantized": which weights the accuracy is of
@@ -96,6 +97,7 @@ class Strategy:
         if not isinstance(self.optimizer, Mapping):
             raise StrategyError(f"optimizer = {self.optimizer!r}; it is a table of options, such as {{momentum: 0.0}}")
         parts.check("strategy", "overlap", self.overlap, 0, 10**6, whole=True)
+        parts.check("strategy", "hide", self.hide, 0, 10**6, whole=True)
         parts.check("strategy", "correction", self.correction, 0, 0.9999)
         if self.serial_scale is not None:
             parts.check("strategy", "serial_scale", self.serial_scale, 1e-9, 1e6)
@@ -106,7 +108,13 @@ class Strategy:
 
     def _fit(self) -> None:
         if self.shares == "gradients":
-            for name, plain in (("combine", "mean"), ("weights", "fp32"), ("resume", "base"), ("overlap", 0)):
+            for name, plain in (
+                ("combine", "mean"),
+                ("weights", "fp32"),
+                ("resume", "base"),
+                ("overlap", 0),
+                ("hide", 0),
+            ):
                 if getattr(self, name) != plain:
                     raise StrategyError(f"{name} = {getattr(self, name)!r} needs shares = 'updates', not 'gradients'")
             if self.aggregator.startswith("outer"):

@@ -1,8 +1,10 @@
 """When a site starts a round.
 
-`every(H)` counts steps, so all sites start the same rounds unasked. `significance` starts one when
-what was done since the last round has grown to G times what one step adds (the paper's |g_u / g| >= G), or when
-`at_most` steps have gone by (the interval T, counted in steps); the server then calls the others.
+`every(H)` counts steps, so all sites start the same rounds unasked. `significance` sends when what was
+done since it last sent has grown to G times what one step adds (the paper's |g_u / g| >= G), or when
+`at_most` steps have gone by (the interval T, counted in steps). With `every=0` it asks after each step, and
+the server calls the others to the round; with `every=H` rounds are at multiples of H for all, and a site with
+nothing significant says so: then a run does not depend on how fast the calls were.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class Moment:
     """What a trigger may look at, after a step."""
 
     step: int  # steps done
-    since_round: int  # steps since the last round began
-    ratio: Callable[[], float]  # |done since the last round| / |one step|; costs a pass
+    since: int  # steps since something was last sent
+    ratio: Callable[[], float]  # |done since then| / |one step|; costs a pass
     threshold: float  # G now
 
 
@@ -30,11 +32,20 @@ class Trigger(ABC):
     """Decides after each step whether a round starts."""
 
     word: ClassVar[str]
-    calls: ClassVar[bool] = False  # the server must call the other sites
+
+    @property
+    def calls(self) -> bool:
+        """Whether the server must call the other sites."""
+        return False
 
     @abstractmethod
     def fires(self, moment: Moment) -> bool:
         """Whether a round starts now."""
+
+    def sends(self, moment: Moment) -> bool:
+        """Whether there is something to send in the round that starts now."""
+        del moment
+        return True
 
     def fragment(self, moment: Moment) -> int:
         """Which fragment the round is about, for selectors that send one at a time."""
@@ -90,24 +101,36 @@ class Staggered(Trigger):
 @part("trigger", "significance")
 @dataclass(frozen=True)
 class Significance(Trigger):
-    """When pending is `threshold` times one step's update, or after `at_most` steps (the interval T)."""
+    """When pending is `threshold` times one step's update, or after `at_most` steps (T); asked `every` steps."""
 
     threshold: float = 4.0
     at_most: int = 8
     low: float = 1.0
     high: float = 64.0
-
-    calls = True
+    every: int = 0
 
     def __post_init__(self) -> None:
         check("significance", "threshold", self.threshold, 0, 1e9)
         check("significance", "at_most", self.at_most, 1, 10**9, whole=True)
         check("significance", "low", self.low, 0, 1e9)
         check("significance", "high", self.high, self.low, 1e9)
+        check("significance", "every", self.every, 0, 10**9, whole=True)
+
+    @property
+    def calls(self) -> bool:
+        """When rounds are not at fixed steps."""
+        return self.every == 0
 
     def fires(self, moment: Moment) -> bool:
-        """T first: it is free."""
-        return moment.since_round >= self.at_most or moment.ratio() >= moment.threshold
+        """At multiples of `every`, or as soon as something is significant."""
+        return moment.step % self.every == 0 if self.every else self._significant(moment)
+
+    def sends(self, moment: Moment) -> bool:
+        """What is significant; a site that was called says all it has."""
+        return not self.every or self._significant(moment)
+
+    def _significant(self, moment: Moment) -> bool:
+        return moment.since >= self.at_most or moment.ratio() >= moment.threshold  # T first: it is free
 
 
 class DynamicThreshold:
