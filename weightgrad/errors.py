@@ -27,6 +27,10 @@
     ├── StrategyError             a row of parts that do not fit together
     ├── ProtocolError             a message that no honest peer would send now
     ├── RunError                  a run directory that is missing, damaged or of another recipe
+    ├── SavedStateError           a checkpoint that is damaged, of another model, or cannot be written
+    ├── CredentialsError          certificates that are missing, expired, revoked or of somebody else
+    ├── RefusedError              the global server does not let this site in, and says why
+    ├── LinkError                 the global server cannot be reached
     └── DataError                 a data set that is missing, damaged or unreachable
 
 A message says what came, what was wanted and what to do.
@@ -145,3 +149,19 @@ class RunError(WeightGradError, RuntimeError):
 
 class DataError(WeightGradError, RuntimeError):
     """A data set that is missing, damaged or unreachable."""
+
+
+class SavedStateError(WeightGradError, RuntimeError):
+    """A checkpoint that is damaged, of another model, or cannot be written."""
+
+
+class CredentialsError(WeightGradError, RuntimeError):
+    """Certificates that are missing, expired, revoked, or of somebody else."""
+
+
+class RefusedError(WeightGradError, RuntimeError):
+    """The global server does not let this site in."""
+
+
+class LinkError(WeightGradError, RuntimeError):
+    """The global server cannot be reached."""

@@ -1,0 +1,1 @@
+"""The field: real sites and a real global server, joined by gRPC with mutual TLS."""
