@@ -1,8 +1,8 @@
 """What encoding and decoding cost, from measured speeds.
 
-fp32 bytes a second on one thread, native kernels, as `weightgrad bench codecs` printed them on the
-machine of docs/codec-speed.md. Virtual time must not depend on the machine the simulation runs on, so
-the table is fixed; a recipe's `compute.codec_speed` scales it (0.5: a machine half as fast).
+fp32 bytes a second on one thread, native kernels, as `weightgrad bench codecs` printed them on 2026-11-15
+on an AMD EPYC. Virtual time must not depend on the machine the simulation runs on, nor on the day, so the
+table is fixed; a recipe's `compute.codec_speed` scales it (0.5: a machine half as fast).
 """
 
 from __future__ import annotations
