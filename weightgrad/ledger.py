@@ -26,13 +26,15 @@ from weightgrad.errors import RunError
 
 
 class Ledger:
-    """Writes a new ledger; refuses to touch one that exists unless told to replace it."""
+    """Writes a new ledger; refuses to touch one that exists unless told to replace it, or to go on with it."""
 
-    def __init__(self, path: Path | str, *, replace: bool = False) -> None:
+    def __init__(self, path: Path | str, *, replace: bool = False, append: bool = False) -> None:
         self.path = Path(path)
+        if append:
+            _mend(self.path)
         try:
             # Unbuffered: a buffer would be torn at an arbitrary byte when the process dies.
-            self._file = open(self.path, "wb" if replace else "xb", buffering=0)  # noqa: SIM115
+            self._file = open(self.path, "ab" if append else "wb" if replace else "xb", buffering=0)  # noqa: SIM115
         except FileExistsError:
             raise RunError(f"{self.path} exists already; choose another directory or remove it") from None
         except OSError as error:
@@ -60,6 +62,12 @@ class Ledger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _mend(path: Path) -> None:
+    """Cut off a torn last line, so that what is appended starts a line of its own."""
+    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def test_one_site_with_fp32_is_plain_pytorch_bit_for_bit(name: str, tmp_path: Pa
     found = load_file(tmp_path / "base.safetensors")
 
     task = Training(recipe)
-    module = task._module
+    module = task.module
     task.layout.scatter(task.initial(), module)
     optimizer = make(module.parameters(), lr=1.0, weight_decay=0.001, **options)
     rate = rate_of(recipe)

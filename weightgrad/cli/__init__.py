@@ -6,7 +6,22 @@ import sys
 
 import typer
 
-from weightgrad.cli import bench, codecs, compare, data, doctor, inspect, report, simulate, strategies, tour
+from weightgrad.cli import (
+    bench,
+    certs,
+    codecs,
+    compare,
+    data,
+    doctor,
+    inspect,
+    launch,
+    report,
+    serve,
+    simulate,
+    strategies,
+    tour,
+    train,
+)
 from weightgrad.errors import WeightGradError
 
 app = typer.Typer(
@@ -16,15 +31,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(certs.app, name="certs")
 app.command("codecs")(codecs.codecs)
 app.command("compare")(compare.compare)
 app.add_typer(data.app, name="data")
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
+app.command("launch")(launch.launch)
 app.command("report")(report.report)
+app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)
 app.command("strategies")(strategies.strategies)
 app.command("tour")(tour.tour)
+app.command("train")(train.train)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from weightgrad.kernels import derive
 from weightgrad.site.average import ParameterAverage
 from weightgrad.site.fit import require_flat, require_payloads, restored
 from weightgrad.site.layout import Layout
-from weightgrad.site.optimizers import attach, build, load_state_tensors, parameters_of, set_rate, state_tensors
+from weightgrad.site.optimizers import FlatMover, Mover
 from weightgrad.site.weights import WeightsOut, decode_flat
 
 _EPS = 1e-8  # Adam's
@@ -82,7 +82,8 @@ class LocalServer:
 
     `combine` is "mean" (one optimizer step with the mean gradient) or "serial" (one step for
     each gradient, in order). A serial step has the rate lr * serial_scale; None is 1/n for n
-    gradients, so that plain SGD goes as far as with the mean. `key` is for weight codecs that
+    gradients, so that plain SGD goes as far as with the mean. `optimizer` is a name with options, or
+    whatever else can move the weights by a gradient. `key` is for weight codecs that
     round at random. `ema` is the decay of the master weights' moving average.
     """
 
@@ -90,7 +91,7 @@ class LocalServer:
         self,
         layout: Layout,
         weights: Tensor,
-        optimizer: tuple[str, Mapping[str, Any]],
+        optimizer: tuple[str, Mapping[str, Any]] | Mover,
         *,
         combine: str = "mean",
         weights_out: WeightsOut | None = None,
@@ -107,11 +108,10 @@ class LocalServer:
         self._combine = combine
         self._serial_scale = serial_scale
         self._key = key
-        parameters = parameters_of(layout, weights)
-        name, options = optimizer
-        self._optimizer = build(name, parameters, options)
         self._gradient = torch.zeros_like(weights)
-        attach(parameters, layout, self._gradient)
+        if isinstance(optimizer, tuple):
+            optimizer = FlatMover(layout, weights, self._gradient, *optimizer)
+        self._mover = optimizer
         self._combiner = Combiner(layout, weights.device)
         self._average = None if ema is None else ParameterAverage(weights, ema)
         self._out = weights_out
@@ -124,13 +124,13 @@ class LocalServer:
         self._undecoded: tuple[Payload, ...] | None = None
         self._fresh = False  # a release since the last step
 
-    def step(self, gradients: Iterable[Sequence[Payload] | Tensor], lr: float) -> Tensor:
+    def step(self, gradients: Iterable[Sequence[Payload] | Tensor], lr: float | None) -> Tensor:
         """Move the master weights by the workers' gradients; returns their mean, flat.
 
         Gradients are taken one at a time and in order (unless "serial" must know their number),
         so memory does not grow with workers. The returned tensor is the server's own and is
-        overwritten by the next step. Should a payload not decode, a mean step has not happened; a
-        serial one has, for the gradients before it.
+        overwritten by the next step. `lr` None leaves the rate to the optimizer. Should a payload not
+        decode, a mean step has not happened; a serial one has, for the gradients before it.
         """
         self._combiner.reset()
         if self._combine == "serial":
@@ -143,12 +143,12 @@ class LocalServer:
                 else:
                     self._combiner.add(gradient)
             self._combiner.mean(out=self._gradient)
-            self._apply(lr)
+            self._apply(lr, 1.0)
         if self._average is not None:
             self._average.update(self._weights)
         return self._gradient
 
-    def _serial(self, gradients: Iterable[Sequence[Payload] | Tensor], lr: float) -> None:
+    def _serial(self, gradients: Iterable[Sequence[Payload] | Tensor], lr: float | None) -> None:
         scale = self._serial_scale
         if scale is None:
             gradients = list(gradients)
@@ -160,12 +160,11 @@ class LocalServer:
             else:
                 decode_flat(self._layout, gradient, self._gradient)
             self._combiner.add_plain(self._gradient)
-            self._apply(lr * scale)
+            self._apply(lr, scale)
 
-    def _apply(self, lr: float) -> None:
+    def _apply(self, lr: float | None, scale: float) -> None:
         self._fresh = False
-        set_rate(self._optimizer, lr)
-        self._optimizer.step()
+        self._mover.move(self._gradient, lr, scale)
         if self._moment is not None and self._out is not None:
             beta2 = self._out.beta2
             self._moment.mul_(beta2).addcmul_(self._gradient, self._gradient, value=1 - beta2)
@@ -220,7 +219,7 @@ class LocalServer:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all it remembers but the master weights, which are the caller's."""
-        found = {f"optimizer/{name}": tensor for name, tensor in state_tensors(self._optimizer).items()}
+        found = {f"optimizer/{name}": tensor for name, tensor in self._mover.state().items()}
         if self._fresh:
             found["working"] = self.working_weights().clone()
         return found | {name: tensor.clone() for name, tensor in self._present().items()}
@@ -234,7 +233,7 @@ class LocalServer:
         present = self._present() | ({} if working is None else {"working": self._working})
         good = restored("LocalServer", present, own | ({} if working is None else {"working": working}))
         optimizer = {k.removeprefix("optimizer/"): v for k, v in saved.items() if k.startswith("optimizer/")}
-        load_state_tensors(self._optimizer, optimizer)
+        self._mover.load(optimizer)
         self._moments, self._releases = (int(one) for one in good["counts"])
         if self._moment is not None:
             self._moment = good["moment"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,49 @@ def parameters_of(layout: Layout, flat: Tensor) -> list[nn.Parameter]:
     return [nn.Parameter(view) for view in layout.views(flat.detach())]
 
 
+class Mover(Protocol):
+    """Moves the master weights by a flat gradient."""
+
+    def move(self, gradient: Tensor, lr: float | None, scale: float) -> None:
+        """One optimizer step at `scale` times the rate `lr`; None: the rate the optimizer has."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all it remembers."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave."""
+        ...
+
+
+class FlatMover:
+    """An optimizer of one's own on views of the flat weights, whose gradients are views of `gradient`."""
+
+    def __init__(
+        self, layout: Layout, weights: Tensor, gradient: Tensor, name: str, options: Mapping[str, Any]
+    ) -> None:
+        parameters = parameters_of(layout, weights)
+        attach(parameters, layout, gradient)
+        self._optimizer = build(name, parameters, options)
+
+    def move(self, gradient: Tensor, lr: float | None, scale: float) -> None:
+        """A step by the gradient it was made with, which must be this one."""
+        del gradient
+        if lr is None:
+            raise StrategyError("an optimizer made from a name needs to be told the rate; pass lr")
+        set_rate(self._optimizer, lr * scale)
+        self._optimizer.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all it remembers."""
+        return state_tensors(self._optimizer)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave."""
+        load_state_tensors(self._optimizer, tensors)
+
+
 def attach(parameters: Sequence[nn.Parameter], layout: Layout, gradient: Tensor) -> None:
     """Make every parameter's gradient a view of the flat one. Once is enough if the same vector is refilled."""
     require_flat(layout, gradient, "flat gradient")
@@ -94,9 +137,9 @@ def attach(parameters: Sequence[nn.Parameter], layout: Layout, gradient: Tensor)
 
 
 def set_rate(optimizer: Optimizer, lr: float) -> None:
-    """The learning rate of the next steps."""
+    """The learning rate of the next steps; groups of a described optimizer keep their ratios."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("ratio", 1.0)
 
 
 def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -116,6 +159,12 @@ def load_state_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> N
     parameters = _parameters(optimizer)
     if not tensors and not isinstance(optimizer, torch.optim.Adagrad):
         optimizer.state.clear()
+        return
+    if not any(kind.make is type(optimizer) for kind in _KINDS.values()):
+        optimizer.state.clear()
+        for key, tensor in tensors.items():
+            number, name = key.split(".", 1)
+            optimizer.state[parameters[int(number)]][name] = tensor.clone()
         return
     names = _state_names(optimizer)
     present = {}

@@ -116,7 +116,7 @@ def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
         links=links,
         strategy=strategy,
         steps=training.steps,
-        optimizer=(training.optimizer.name, _options(training.optimizer)),
+        optimizer=(training.optimizer.name, optimizer_options(training.optimizer)),
         rate=rate_of(recipe),
         seed=recipe.seed,
         evaluate_every=training.evaluate_every,
@@ -128,7 +128,7 @@ def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
     )
 
 
-def _options(optimizer: Any) -> dict[str, Any]:
+def optimizer_options(optimizer: Any) -> dict[str, Any]:
     """Options that this optimizer has, as the recipe gives them."""
     found = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.name in ("sgd", "lars"):

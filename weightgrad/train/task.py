@@ -32,7 +32,7 @@ class Training:
     def __init__(self, recipe: Recipe) -> None:
         self._dataset = _load(recipe)
         self._pipeline = augment.pipeline(recipe.data.name, recipe.model.name, recipe.data.augment)
-        self._module = models.build(
+        self.module = models.build(
             recipe.model.name,
             classes=self._dataset.classes,
             channels=self._dataset.channels,
@@ -40,8 +40,8 @@ class Training:
             seed=derive(recipe.seed, 1) >> 1,
             **recipe.model.options,
         )
-        self.layout = Layout.of(self._module)
-        self._first = self.layout.gather(self._module)
+        self.layout = Layout.of(self.module)
+        self._first = self.layout.gather(self.module)
         self._gradient = torch.zeros_like(self._first)
         workers = [site.workers for site in recipe.site_list]
         self._share = recipe.training.batch // sum(workers)
@@ -65,20 +65,24 @@ class Training:
 
     def gradients(self, site: int, weights: Tensor, step: int) -> Iterator[Gradient]:
         """One worker after the other; the vector is overwritten by the next."""
-        for worker, batches in enumerate(self._batches[site]):
-            images, labels = self._dataset.train(batches.at(step))
-            inputs = self._pipeline.train(images, derive(self._key, site, worker, step))
+        for worker in range(len(self._batches[site])):
             self._point_at(weights)
-            self._module.train()
-            loss = functional.cross_entropy(self._module(inputs), labels)
             self._gradient.zero_()
-            loss.backward()
-            yield Gradient(self._gradient, float(loss.detach()))
+            yield Gradient(self._gradient, self.backward(site, worker, step))
+
+    def backward(self, site: int, worker: int, step: int) -> float:
+        """One worker's pass with the module as it is; its parameters have the gradients, this is the loss."""
+        images, labels = self._dataset.train(self._batches[site][worker].at(step))
+        inputs = self._pipeline.train(images, derive(self._key, site, worker, step))
+        self.module.train()
+        loss = functional.cross_entropy(self.module(inputs), labels)
+        loss.backward()
+        return float(loss.detach())
 
     def _point_at(self, weights: Tensor) -> None:
         """No copy: the parameters become views of these weights, their gradients of one vector."""
         views, gradients = self.layout.views(weights), self.layout.views(self._gradient)
-        for parameter, view, gradient in zip(self._module.parameters(), views, gradients, strict=True):
+        for parameter, view, gradient in zip(self.module.parameters(), views, gradients, strict=True):
             parameter.data = view
             parameter.grad = gradient
 
@@ -86,11 +90,11 @@ class Training:
     def evaluate(self, weights: Tensor) -> Score:
         """Share of right answers and mean loss on the test data."""
         self._point_at(weights)
-        self._module.eval()
+        self.module.eval()
         right, loss, count = 0, 0.0, 0
         for indices in self._test.split(_TEST_BATCH):
             images, answers = self._dataset.test(indices)
-            scores = self._module(self._pipeline.test(images))
+            scores = self.module(self._pipeline.test(images))
             loss += float(functional.cross_entropy(scores, answers)) * answers.numel()
             right += int((scores.argmax(1) == answers).sum())
             count += answers.numel()

@@ -17,6 +17,7 @@ from torch import Tensor
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
 from weightgrad.site import optimizers
+from weightgrad.site.described import Described, make
 from weightgrad.site.layout import Layout
 from weightgrad.wan.messages import Answer
 
@@ -24,12 +25,13 @@ Rate = Callable[[int], float]
 """The learning rate of a step."""
 
 
-class Base:
-    """A replica of the base, at some version. `optimizer` is (name, options) when answers are gradients."""
+Source = tuple[str, Mapping[str, Any]] | Described
 
-    def __init__(
-        self, layout: Layout, weights: Tensor, *, optimizer: tuple[str, Mapping[str, Any]] | None, rate: Rate
-    ) -> None:
+
+class Base:
+    """A replica of the base, at some version. `optimizer` is what to step with when answers are gradients."""
+
+    def __init__(self, layout: Layout, weights: Tensor, *, optimizer: Source | None, rate: Rate) -> None:
         self.layout = layout
         self.vector = weights.detach().clone()
         self.version = 0
@@ -40,7 +42,7 @@ class Base:
             parameters = optimizers.parameters_of(layout, self.vector)
             self._gradient = torch.zeros_like(self.vector)
             optimizers.attach(parameters, layout, self._gradient)
-            self._optimizer = optimizers.build(optimizer[0], parameters, optimizer[1])
+            self._optimizer = make(optimizer, parameters)
 
     @property
     def takes_gradients(self) -> bool:
@@ -59,7 +61,8 @@ class Base:
             self._gradient.zero_()
             for part in answer.parts:
                 part.into(self._gradient, fixed.STORE)
-            optimizers.set_rate(self._optimizer, self._rate(answer.step - 1))
+            rate = self._rate(answer.step - 1) if answer.rate is None else answer.rate
+            optimizers.set_rate(self._optimizer, rate)
             self._optimizer.step()
 
     def snapshot(self) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ open are sent again by their sites.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from weightgrad.kernels import fixed
 from weightgrad.wan.aggregators import Accumulator, Aggregator
 from weightgrad.wan.base import Base
 from weightgrad.wan.consistency import Consistency
+from weightgrad.wan.guard import Guard
 from weightgrad.wan.membership import Member, Members
 from weightgrad.wan.messages import (
     Answer,
@@ -74,6 +75,7 @@ class Outbox:
     closed: list[Closed] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     held_back: list[str] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)  # (site, why) of pushes taken as empty ones
 
 
 @dataclass
@@ -81,6 +83,7 @@ class _Round:
     opened: float
     pushes: Accumulator
     step: int = 0
+    rate: float | None = None
     up_bytes: int = 0
     senders: set[str] = field(default_factory=set)
     taken: dict[str, int] = field(default_factory=dict)
@@ -102,12 +105,13 @@ class _Asked(Selector):
 
 
 class GlobalServer:
-    """One for all sites."""
+    """One for all sites. What the guard refuses moves nothing, and its round closes all the same."""
 
-    def __init__(self, base: Base, plan: ServerPlan, key: int) -> None:
+    def __init__(self, base: Base, plan: ServerPlan, key: int, guard: Guard | None = None) -> None:
         self.base = base
         self.members = Members()
         self._plan = plan
+        self._guard = guard
         self._out = Outbound(base.layout, plan.down, key, per_tensor=plan.per_tensor, keep_loss=plan.keep_loss)
         self._memory: dict[str, Tensor] = {}
         self._rounds: dict[int, _Round] = {}
@@ -163,6 +167,13 @@ class GlobalServer:
             due.append(first.opened + self._plan.t_global)
         return min(due, default=None)
 
+    def waits_for(self) -> list[str]:
+        """The sites that the oldest open round lacks."""
+        if not self._rounds:
+            return []
+        senders = self._rounds[min(self._rounds)].senders
+        return sorted(m.name for m in self.members.awaited if m.name not in senders)
+
     # -- rounds -----------------------------------------------------------------------------
 
     def _push(self, push: Push, now: float, out: Outbox) -> None:
@@ -181,7 +192,7 @@ class GlobalServer:
         if number not in self._rounds:
             self._open(number, push.site, now, out)
         current = self._rounds[number]
-        current.waiting.append(push)
+        current.waiting.append(self._guarded(push, out))
         current.step = max(current.step, push.step)
         current.up_bytes += nbytes(push)
         current.senders.add(push.site)
@@ -190,6 +201,13 @@ class GlobalServer:
         member.round = push.round
         member.done = member.done or push.final
         self._add(current, [m.name for m in self.members.awaited if m.name not in current.senders])
+
+    def _guarded(self, push: Push, out: Outbox) -> Push:
+        why = None if self._guard is None else self._guard.judge(push, self.base.layout.numel)
+        if why is None:
+            return push
+        out.refused.append((push.site, why))
+        return replace(push, parts=())
 
     def _add(self, current: _Round, missing: list[str]) -> None:
         """Add up, in the order of the sites' names, the pushes that no missing one comes before.
@@ -200,6 +218,7 @@ class GlobalServer:
         while current.waiting and all(current.waiting[0].site < name for name in missing):
             push = current.waiting.pop(0)
             current.pushes.add(push.site, self._compensated(push), self._weight(push))
+            current.rate = push.rate if push.rate is not None else current.rate
 
     def _open(self, number: int, sender: str, now: float, out: Outbox) -> None:
         self._rounds[number] = _Round(now, self._plan.aggregator.open(self.base.layout.numel))
@@ -257,7 +276,7 @@ class GlobalServer:
         moved = self._plan.aggregator.close(current.pushes, self._memory)
         answer = Answer(
             self.base.version + 1, number, max(current.step, self.base.step), self._encode(moved, touched, number),
-            dict(current.taken),
+            dict(current.taken), current.rate,
         )  # fmt: skip
         self.base.apply(answer)
         self._keep_base()
@@ -320,13 +339,15 @@ class GlobalServer:
     # -- durability -------------------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Named tensors: base, error feedback, outer memory, and who has been taken how far."""
+        """Named tensors: base, error feedback, outer memory, the guard's, and who has been taken how far."""
         found = {f"base.{k}": v for k, v in self.base.snapshot().items()}
         found |= {f"out.{k}": v for k, v in self._out.state().items()}
         found |= {f"outer.{k}": v.clone() for k, v in self._memory.items()}
         found["clock"] = torch.tensor([self.base.version, self.base.step, self._round, self._samples or 0])
         for name, m in self.members.by_name.items():
             found[f"member.{name}"] = torch.tensor([int(m.live), int(m.done), m.taken])
+        if self._guard is not None:
+            found |= {f"guard.{k}": v for k, v in self._guard.state().items()}
         return found
 
     def restore(self, state: dict[str, Tensor]) -> Outbox:
@@ -337,6 +358,8 @@ class GlobalServer:
         self.base.restore(own, version, step)
         self._out.load({k.removeprefix("out."): v for k, v in state.items() if k.startswith("out.")})
         self._memory = {k.removeprefix("outer."): v.clone() for k, v in state.items() if k.startswith("outer.")}
+        if self._guard is not None:
+            self._guard.load({k.removeprefix("guard."): v for k, v in state.items() if k.startswith("guard.")})
         self._rounds, self._log, self._log_bytes, self._bases = {}, [], 0, {}
         self._keep_base()
         self.members = Members()

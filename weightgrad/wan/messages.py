@@ -15,9 +15,12 @@ from torch import Tensor
 from weightgrad import wire
 from weightgrad.codecs import Payload
 from weightgrad.codecs.registry import decode_into
+from weightgrad.errors import ProtocolError
+from weightgrad.wan import snapshot_bytes
 
 HEADER_BYTES = 32
 START_BYTES = 8
+RATE_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +32,11 @@ class Part:
 
     def into(self, flat: Tensor, mode: int) -> None:
         """flat (mode)= decoded, at this part's place."""
+        if not 0 <= self.start <= flat.numel() - self.payload.numel:
+            raise ProtocolError(
+                f"a part of elements {self.start} to {self.start + self.payload.numel} for a vector of {flat.numel()}; "
+                "both ends must train the same model"
+            )
         decode_into(self.payload, flat[self.start : self.start + self.payload.numel], mode)
 
 
@@ -44,6 +52,7 @@ class Push:
     samples: int
     parts: tuple[Part, ...] = ()
     final: bool = False  # the site has finished training; later rounds do not wait for it
+    rate: float | None = None  # of the step, where the server does not know it
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +71,7 @@ class Answer:
     step: int
     parts: tuple[Part, ...]
     taken: Mapping[str, int] = field(default_factory=dict)
+    rate: float | None = None  # to step with; None: every replica knows it
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +106,15 @@ class Leave:
     site: str
 
 
-Message: TypeAlias = Push | Call | Answer | Join | Welcome | Restarted | Leave
+@dataclass(frozen=True, eq=False)
+class Plant:
+    """Site to server, in the field: these weights are the first base."""
+
+    site: str
+    snapshot: Mapping[str, Tensor]
+
+
+Message: TypeAlias = Push | Call | Answer | Join | Welcome | Restarted | Leave | Plant
 
 
 def parts_bytes(parts: Sequence[Part]) -> int:
@@ -112,13 +130,15 @@ def numel(parts: Sequence[Part]) -> int:
 def nbytes(message: Message) -> int:
     """Bytes of a message on the wire."""
     size = HEADER_BYTES
-    if isinstance(message, Push | Join | Leave):
+    if isinstance(message, Push | Join | Leave | Plant):
         size += len(message.site.encode())
     if isinstance(message, Push | Answer):
-        size += parts_bytes(message.parts)
+        size += parts_bytes(message.parts) + (0 if message.rate is None else RATE_BYTES)
     if isinstance(message, Answer):
         size += sum(START_BYTES + len(site.encode()) for site in message.taken)
+    if isinstance(message, Plant):
+        size += snapshot_bytes.nbytes(message.snapshot)
     if isinstance(message, Welcome):
         size += sum(nbytes(answer) for answer in message.answers)
-        size += sum(t.numel() * t.element_size() for t in (message.snapshot or {}).values())
+        size += 0 if message.snapshot is None else snapshot_bytes.nbytes(message.snapshot)
     return size

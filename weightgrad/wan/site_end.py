@@ -11,6 +11,7 @@ Conservation: what was taken by the server + in flight + held + done since = all
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
 from weightgrad.wan.base import Base
 from weightgrad.wan.consistency import Consistency
+from weightgrad.wan.message_bytes import pack, unpack
 from weightgrad.wan.messages import Answer, Call, Join, Message, Push, Restarted, Welcome
 from weightgrad.wan.outbound import Outbound
 from weightgrad.wan.resume import Resume
@@ -59,6 +61,7 @@ class SiteEnd:
         self.base = base
         self.plan = plan
         self.step = 0  # local steps done
+        self.rate: float | None = None  # to be told with shared gradients, where the server does not know it
         self.pending = Outbound(base.layout, plan.up, key, per_tensor=plan.per_tensor, keep_loss=plan.keep_loss)
         self.model = base.vector if plan.shares_gradients else base.vector.clone()
         self._mark = base.vector if plan.shares_gradients else base.vector.clone()
@@ -237,7 +240,9 @@ class SiteEnd:
             threshold=self.threshold.value if self.threshold else 0.0,
             codec=codec,
         )
-        push = Push(self.name, self._round, self._pushed, self.step, self.base.version, self._samples, parts, final)
+        push = Push(
+            self.name, self._round, self._pushed, self.step, self.base.version, self._samples, parts, final, self.rate
+        )
         self._pushed = self._round
         self._flights.append(_Flight(push, now))
         return push
@@ -283,6 +288,51 @@ class SiteEnd:
         self.base.restore(welcome.snapshot, welcome.version, welcome.step)
         if fresh is not None:
             self._place(fresh, None)
+
+    # -- durability -------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of everything a site needs to go on from here; answers not yet applied are asked for again."""
+        found = {f"base.{name}": tensor for name, tensor in self.base.snapshot().items()}
+        found |= {f"pending.{name}": tensor for name, tensor in self.pending.state().items()}
+        numbers = [self.base.version, self.base.step, self.step, self._round, self._pushed, self._sent_step]
+        found["clock"] = torch.tensor([*numbers, self._called, int(self._finishing)])
+        if not self.plan.shares_gradients:
+            found |= {"model": self.model.clone(), "mark": self._mark.clone()}
+        for name, tensor in (("previous", self._previous), ("step_update", self._step_update), ("done", self._done)):
+            if tensor is not None:
+                found[name] = tensor.clone()
+        if self.threshold is not None:
+            found["threshold"] = self.threshold.state()
+        for flight in self._flights:
+            found[f"flight.{flight.push.round}"] = torch.frombuffer(bytearray(pack(flight.push)), dtype=torch.uint8)
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Become what `state()` was of; then `join`."""
+        version, base_step, self.step, self._round, self._pushed, self._sent_step, self._called, over = (
+            int(number) for number in state["clock"]
+        )
+        self._finishing = bool(over)
+        self.base.restore(_under("base.", state), version, base_step)
+        self.pending.load(_under("pending.", state))
+        if not self.plan.shares_gradients:
+            self.model.copy_(state["model"])
+            self._mark.copy_(state["mark"])
+        if self._previous is not None:
+            self._previous.copy_(state["previous"])
+        self._step_update = state["step_update"].clone() if "step_update" in state else None
+        self._done = state["done"].clone() if "done" in state else None
+        if self.threshold is not None:
+            self.threshold.load(state["threshold"])
+        flights = _under("flight.", state)
+        pushes = [unpack(bytes(flights[number].numpy())) for number in sorted(flights, key=int)]
+        self._flights = [_Flight(push, 0.0) for push in pushes if isinstance(push, Push)]
+        self._inbox, self._joined = {}, False
+
+
+def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 class _Nothing(Selector):

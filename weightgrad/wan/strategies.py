@@ -240,10 +240,10 @@ _WEIGHTGRAD = Strategy(
     exchange="sharded",
     gradients="qsgd(bits=8)",
     weights="lossaware(bits=8)",
-    trigger="significance(threshold=4.0, at_most=4, low=4.0)",
+    trigger="significance(threshold=2.5, at_most=4, low=2.5, every=2)",
     up="ef(topk(0.1) > sign())",
     down="ef(topk(0.2) > sign())",
-    consistency="bounded(2)",
+    hide=8,
     flush="none",
 )
 

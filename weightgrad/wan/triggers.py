@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from weightgrad.errors import StrategyError
 from weightgrad.wan.parts import check, part
 
@@ -153,3 +156,12 @@ class DynamicThreshold:
             grown = self.value * (rate / self._rate) * (norm / self._norm)
             self.value = min(max(grown, self._low), self._high)
         self._rate, self._norm = rate, norm
+
+    def state(self) -> Tensor:
+        """The threshold and what it was last compared with."""
+        return torch.tensor([self.value, self._rate or 0.0, self._norm or 0.0], dtype=torch.float64)
+
+    def load(self, state: Tensor) -> None:
+        """Take back what `state` gave."""
+        self.value, rate, norm = (float(number) for number in state)
+        self._rate, self._norm = rate or None, norm or None

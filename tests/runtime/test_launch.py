@@ -1,0 +1,31 @@
+"""The field gives the simulator's bits: server and sites as real processes, joined by mutual TLS."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weightgrad import ledger
+from weightgrad.train.launch import Standing, launch
+from weightgrad.train.run import simulate
+
+from .field import assert_same_bits, base_of, tiny
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "qsgd", "weightgrad", "diloco"])
+def test_the_final_base_is_the_simulators_bit_for_bit(strategy: str, tmp_path: Path) -> None:
+    recipe = tiny(strategy)
+    simulate(recipe, tmp_path / "simulated")
+    seen: list[Standing] = []
+    summary = launch(recipe, tmp_path / "launched", watch=seen.append)
+    assert_same_bits(base_of(tmp_path / "launched"), base_of(tmp_path / "simulated"))
+    foretold = json.loads((tmp_path / "simulated" / "summary.json").read_text())
+    assert summary["accuracy"] == foretold["accuracy"]
+    assert seen[-1].rounds > 0
+    rounds = [[e for e in ledger.read(tmp_path / d / "ledger.jsonl") if e["kind"] == "round"] for d in DIRECTORIES]
+    assert [e["base"] for e in rounds[0]] == [e["base"] for e in rounds[1]], "every version, not only the last"
+
+
+DIRECTORIES = ("simulated", "launched")

@@ -1,0 +1,244 @@
+"""What is counted, the page that shows it, and the document that explains it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+
+import weightgrad
+from weightgrad.errors import LinkError
+from weightgrad.runtime import health
+from weightgrad.runtime.health import HealthServer
+from weightgrad.runtime.metrics import Metrics
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+HELP = dict(re.findall(r"^# HELP (\S+) ?(.*)$", Metrics().text().decode(), re.M))  # by exposed name
+WANTED = [
+    *("rounds_total", "round_seconds", "base_version", "base_step", "updates_total", "refused_updates_total"),
+    *("up_bytes_total", "down_bytes_total", "socket_bytes", "refused_connections_total"),
+    *("site_up", "site_step", "site_staleness_versions", "waiting_for"),
+    *("checkpoint_seconds", "checkpoint_age_seconds", "certificate_expiry_seconds", "build_info"),
+]
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"weightgrad_{name}", labels)
+
+
+def touch(metrics: Metrics) -> None:
+    """Give every metric a value for every label it has."""
+    for one in vars(metrics).values():
+        if not isinstance(one, Counter | Gauge | Histogram):
+            continue
+        child = one.labels(*["x"] * len(one._labelnames)) if one._labelnames else one
+        if isinstance(child, Histogram):
+            child.observe(1.0)
+        else:
+            child.inc()
+
+
+# -- the metrics ----------------------------------------------------------------------------
+
+
+def test_there_are_these() -> None:
+    assert sorted(HELP) == sorted(f"weightgrad_{name}" for name in WANTED)
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_is_one_clear_sentence(name: str) -> None:
+    assert re.fullmatch(r"[A-Z1][^.]{15,}\.", HELP[name])
+
+
+@pytest.mark.parametrize("name", [name for name in WANTED if name != "build_info"])
+def test_an_attribute_is_named_as_it_is_exposed(name: str) -> None:
+    assert isinstance(getattr(Metrics(), name), Counter | Gauge | Histogram)
+
+
+def test_two_do_not_mix() -> None:
+    first, second = Metrics(), Metrics()
+    first.rounds_total.inc()
+    assert (value(first, "rounds_total"), value(second, "rounds_total")) == (1, 0)
+
+
+def test_a_round_waits_for_some_sites_and_then_for_others() -> None:
+    metrics = Metrics()
+    metrics.wait_for(["virginia", "tokyo"])
+    metrics.wait_for({"tokyo", "dublin"})
+    waited = {site: value(metrics, "waiting_for", site=site) for site in ("virginia", "tokyo", "dublin")}
+    assert waited == {"virginia": 0, "tokyo": 1, "dublin": 1}
+    metrics.wait_for([])
+    assert value(metrics, "waiting_for", site="tokyo") == 0
+
+
+def test_the_age_of_the_checkpoint_grows_until_the_next_one() -> None:
+    now = 100.0
+    metrics = Metrics(clock=lambda: now)
+    now = 130.0
+    assert value(metrics, "checkpoint_age_seconds") == 30, "since the start: that none was ever written shows too"
+    metrics.checkpointed(0.3)
+    assert value(metrics, "checkpoint_age_seconds") == 0
+    now = 137.0
+    assert value(metrics, "checkpoint_age_seconds") == 7
+    assert value(metrics, "checkpoint_seconds_sum") == 0.3
+    assert value(metrics, "checkpoint_seconds_bucket", le="0.25") == 0
+    assert value(metrics, "checkpoint_seconds_bucket", le="0.5") == 1
+
+
+def test_the_certificate_runs_out() -> None:
+    metrics = Metrics()
+    assert math.isnan(value(metrics, "certificate_expiry_seconds") or 0.0)
+    metrics.certificate(datetime.now(timezone.utc) + timedelta(days=1))
+    assert value(metrics, "certificate_expiry_seconds") == pytest.approx(86400, abs=60)
+    metrics.certificate(datetime.now(timezone.utc) - timedelta(days=1))
+    assert value(metrics, "certificate_expiry_seconds") == pytest.approx(-86400, abs=60)
+
+
+def test_the_build_is_named() -> None:
+    assert f'version="{weightgrad.__version__}"' in Metrics().text().decode()
+
+
+# -- the page -------------------------------------------------------------------------------
+
+Serve = Callable[..., HealthServer]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    started: list[HealthServer] = []
+
+    def start(listen: str = "127.0.0.1:0", status: health.Status = lambda: {"healthy": True}) -> HealthServer:
+        started.append(health.serve(listen, METRICS, status))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.stop()
+
+
+METRICS = Metrics()
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def get(server: HealthServer, path: str, host: str = "127.0.0.1") -> tuple[int, str, str]:
+    try:
+        with OPENER.open(f"http://{host}:{server.port}{path}", timeout=10) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_every_metric_shows_up_with_its_help_and_a_value(serve: Serve) -> None:
+    touch(METRICS)
+    code, kind, text = get(serve(), "/metrics?name=all")
+    assert code == 200
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+    for name, about in HELP.items():
+        assert f"# HELP {name} {about}\n" in text
+        assert re.search(rf"^{name}(_count)?(\{{.*\}})? \S+$", text, re.M), name
+    names = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"^(\w+)[{ ]", text, re.M)}
+    assert names == set(HELP), "and nothing else does"
+
+
+def test_a_healthy_server_says_so(serve: Serve) -> None:
+    server = serve(status=lambda: {"healthy": True, "version": 7, "since": Path("x")})
+    code, kind, text = get(server, "/healthz")
+    assert (code, kind) == (200, "application/json")
+    assert json.loads(text) == {"healthy": True, "version": 7, "since": "x"}
+
+
+def test_one_that_is_not_says_why(serve: Serve) -> None:
+    code, _, text = get(serve(status=lambda: {"healthy": False, "disk": "full"}), "/healthz")
+    assert code == 503
+    assert json.loads(text) == {"healthy": False, "disk": "full"}
+    assert get(serve(status=dict), "/healthz")[0] == 503
+
+
+def test_one_that_cannot_say_is_not_healthy(serve: Serve) -> None:
+    def status() -> dict[str, object]:
+        raise ValueError("lost my mind")
+
+    code, _, text = get(serve(status=status), "/healthz")
+    assert code == 503
+    assert json.loads(text) == {"healthy": False, "error": "ValueError: lost my mind"}
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/etc/passwd", "/healthz/../metrics"])
+def test_there_is_nothing_else(serve: Serve, path: str) -> None:
+    code, _, text = get(serve(), path)
+    assert code == 404
+    assert "/metrics and /healthz" in text
+
+
+def test_a_reader_that_says_nothing_holds_up_nobody(serve: Serve) -> None:
+    server = serve()
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert get(server, "/healthz")[0] == 200
+        before = time.monotonic()
+        server.stop()
+        assert time.monotonic() - before < 5
+
+
+def test_an_address_that_is_taken_is_named(serve: Serve) -> None:
+    listen = f"127.0.0.1:{serve().port}"
+    with pytest.raises(LinkError, match=rf"cannot listen on {listen}: .*in use; end what listens there"):
+        serve(listen)
+
+
+def test_a_stopped_server_frees_its_address(serve: Serve) -> None:
+    first = serve()
+    get(first, "/healthz")
+    first.stop()
+    first.stop()
+    again = serve(f"127.0.0.1:{first.port}")
+    assert again.port == first.port
+    assert get(again, "/healthz")[0] == 200
+
+
+def test_ipv6(serve: Serve) -> None:
+    try:
+        server = serve("[::1]:0")
+    except LinkError:
+        pytest.skip("no IPv6 here")
+    assert get(server, "/healthz", host="[::1]")[0] == 200
+
+
+@pytest.mark.parametrize("listen", ["", "7444", ":7444", "127.0.0.1", "127.0.0.1:", "h:http", "h:-1", "h:65536", "::1"])
+def test_an_address_that_is_none(serve: Serve, listen: str) -> None:
+    with pytest.raises(LinkError, match=r"write HOST:PORT, such as 127\.0\.0\.1:7444") as caught:
+        serve(listen)
+    assert repr(listen) in str(caught.value)
+
+
+def test_an_address_of_another_machine(serve: Serve) -> None:
+    with pytest.raises(LinkError, match=r"cannot listen on 192\.0\.2\.1:7444"):
+        serve("192.0.2.1:7444")
+
+
+# -- the document ---------------------------------------------------------------------------
+
+
+def test_the_document_names_exactly_the_metrics_there_are() -> None:
+    rows = re.findall(r"^\| `(weightgrad_\w+)(?:\{[\w,]+\})?` \| .+ \| .+ \|$", DOCUMENT, re.M)
+    assert sorted(rows) == sorted(HELP)
+    assert set(re.findall(r"weightgrad_\w+", DOCUMENT)) == set(HELP)
+
+
+def test_the_document_names_their_labels() -> None:
+    metrics = Metrics()
+    touch(metrics)
+    for name, labels in re.findall(r"^\| `(weightgrad_\w+)(?:\{([\w,]+)\})?` \|", DOCUMENT, re.M):
+        found = re.search(rf"^{name}(?:_count)?(?:\{{(.*)\}})? ", metrics.text().decode(), re.M)
+        assert found is not None
+        assert sorted(re.findall(r'(\w+)="', found[1] or "")) == sorted(filter(None, labels.split(",")))

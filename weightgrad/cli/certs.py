@@ -1,0 +1,113 @@
+"""`weightgrad certs`: the certificates with which sites and the global server know each other."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weightgrad.errors import CredentialsError
+from weightgrad.runtime import credentials, issue
+
+app = typer.Typer(help="Make, renew, revoke and show certificates for mutual TLS.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the CA.", file_okay=False)]
+Names = Annotated[str, typer.Option("--global-server", help="DNS names or IP addresses of the server, by commas.")]
+Site = Annotated[str, typer.Argument(metavar="NAME", help="The site.")]
+Days = Annotated[int, typer.Option(help="How long a certificate is valid.")]
+SOON = timedelta(days=30)
+
+
+@app.callback()
+def group() -> None:
+    """Make, renew, revoke and show certificates for mutual TLS."""
+
+
+@app.command("init")
+def init(
+    directory: Directory,
+    global_server: Names,
+    sites: Annotated[str, typer.Option(help="Names of the sites, by commas.")],
+    days: Days = 825,
+) -> None:
+    """Make a CA, a certificate for the global server and one for every site."""
+    names = _listed(sites)
+    issue.create(directory, _listed(global_server), names, days=days)
+    _say(f"Made a CA, a certificate for the global server and {len(names)} for sites in {directory}.")
+    _say(f"  copy {directory / 'server'} to the global server")
+    for name in names:
+        _say(f"  copy {directory / 'sites' / name} to {name}")
+    _say(f"  keep {directory / 'ca-key.pem'} offline: who has it can let anyone in")
+
+
+@app.command("add-site")
+def add_site(
+    directory: Directory,
+    name: Site,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace the key and certificate of a site.")] = False,
+    days: Days = 825,
+) -> None:
+    """Make a certificate for a new site, or a new one for a site that is there."""
+    place, listed = directory / "sites" / name, directory / "server" / "revoked.txt"
+    old = (place / "cert.pem").read_bytes() if renew and name in issue.sites(directory) else None
+    lives = old is not None and not credentials.Revoked(listed).has(credentials.serial_of(old))
+    issue.add_site(directory, name, renew=renew, days=days)
+    _say(f"Made a certificate for {name}.\n  copy {place} to {name}")
+    if old is not None and lives:
+        serial, expires = credentials.serial_of(old), credentials.expires_of(old)
+        _say(f"The old one, serial {serial:x}, stays valid until {expires:%Y-%m-%d}.")
+        _say(f"  to end it sooner, add its serial as a line to {listed} and copy that to the global server")
+
+
+@app.command("renew-server")
+def renew_server(directory: Directory, global_server: Names, days: Days = 825) -> None:
+    """Make a new key and certificate for the global server."""
+    issue.renew_server(directory, _listed(global_server), days=days)
+    _say(f"Made a certificate for the global server.\n  copy {directory / 'server'} to it and start it again")
+
+
+@app.command("revoke")
+def revoke(directory: Directory, name: Site) -> None:
+    """Turn away the current certificate of a site from now on."""
+    serial = issue.revoke(directory, name)
+    _say(f"Revoked serial {serial:x} of {name}.")
+    _say(f"  copy {directory / 'server' / 'revoked.txt'} to the global server, which reads it again by itself")
+    _say(f"  to let {name} in again: weightgrad certs add-site {directory} {name} --renew")
+
+
+@app.command("show")
+def show(directory: Directory) -> None:
+    """List who has a certificate, until when, and whether it is revoked."""
+    paths = {"CA": directory / "ca.pem", "global server": directory / "server" / "cert.pem"}
+    paths |= {name: directory / "sites" / name / "cert.pem" for name in issue.sites(directory)}
+    if not paths["CA"].exists():
+        raise CredentialsError(f"no {paths['CA']}; wanted the directory of a CA; make one with `weightgrad certs init`")
+    revoked = credentials.Revoked(directory / "server" / "revoked.txt")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("who", style="bold", overflow="fold")
+    for title in ("serial", "expires", "revoked"):
+        table.add_column(title, no_wrap=True)
+    ending = []
+    for who, path in paths.items():
+        if path.exists():
+            pem = path.read_bytes()
+            serial, expires = credentials.serial_of(pem), credentials.expires_of(pem)
+            table.add_row(who, f"{serial:x}", f"{expires:%Y-%m-%d}", "yes" if revoked.has(serial) else "no")
+            left = expires - datetime.now(timezone.utc)
+            if left < SOON:
+                ending.append(f"{who} {'has expired' if left < timedelta(0) else f'expires in {left.days} days'}")
+    Console(highlight=False).print(table)
+    for line in ending:
+        _say(line)
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _say(line: str) -> None:
+    Console(highlight=False).print(line, markup=False, soft_wrap=True)

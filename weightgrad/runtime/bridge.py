@@ -1,0 +1,166 @@
+"""Between a user's module and one flat vector: weights and gradients, both ways, wherever they live.
+
+Parameters that are plain float32 tensors on the CPU become views of the flat vector: nothing is copied.
+Others (GPU, bfloat16) are copied. Parameters that are partitioned inside the site (DTensors of FSDP2 or tensor
+parallelism) are gathered and cut again, which all ranks must do together. Frozen parameters take no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from weightgrad.errors import StrategyError
+from weightgrad.site.layout import Layout
+
+
+class Bridge:
+    """The trainable parameters of a module, tied ones once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise StrategyError("the model has no parameter that is trained; prepare() it before freezing everything")
+        for name, parameter in named:
+            if not parameter.is_floating_point() or parameter.is_sparse:
+                raise StrategyError(f"{name} is {parameter.dtype}; only dense floating-point parameters can be shared")
+        self.parameters = [parameter for _, parameter in named]
+        self.layout = Layout.of_shapes((name, tuple(p.shape)) for name, p in named)
+        self.partitioned = any(isinstance(p, DTensor) for p in self.parameters)
+        self._views = all(_plain(p) for p in self.parameters)
+
+    @torch.no_grad()
+    def read_weights(self, out: Tensor) -> None:
+        """Module to flat vector."""
+        for view, parameter in zip(self.layout.views(out), self.parameters, strict=True):
+            if view.data_ptr() != parameter.data_ptr():
+                view.copy_(_whole(parameter))
+
+    @torch.no_grad()
+    def write_weights(self, flat: Tensor) -> None:
+        """Flat vector to module. Where they can be, parameters are views of this very vector from now on."""
+        for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
+            if self._views:
+                parameter.data = view
+            else:
+                _put(parameter, view)
+
+    @torch.no_grad()
+    def read_gradient(self, out: Tensor) -> None:
+        """The gradients that backward left; none is zero. No -0: as if they had been added to zeros."""
+        for view, parameter in zip(self.layout.views(out), self.parameters, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(_whole(parameter.grad)).add_(0.0)
+
+    @torch.no_grad()
+    def write_gradient(self, flat: Tensor) -> None:
+        """Give every parameter its part as its gradient."""
+        for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
+            if self._views:
+                parameter.grad = view
+            else:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                _put(parameter.grad, view)
+
+    def drop_gradients(self) -> None:
+        """As after zero_grad()."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class UserMover:
+    """The user's own optimizer as what moves the master weights."""
+
+    def __init__(self, bridge: Bridge, optimizer: torch.optim.Optimizer, weights: Tensor) -> None:
+        self._bridge, self._optimizer, self._weights = bridge, optimizer, weights
+        self.busy = False  # the optimizer steps because we asked it to
+
+    def move(self, gradient: Tensor | None, lr: float | None, scale: float) -> None:
+        """One step of the optimizer at `scale` times its present rate; no gradient: by those it has."""
+        del lr
+        if gradient is not None:
+            self._bridge.write_weights(self._weights)
+            self._bridge.write_gradient(gradient)
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        self.busy = True
+        try:
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * scale if scale != 1.0 else rate
+            self._optimizer.step()
+        finally:
+            self.busy = False
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        self._bridge.read_weights(self._weights)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything it remembers, by the place of the parameter; parts of a partitioned model as they are here."""
+        found = {}
+        for place, parameter in enumerate(self._bridge.parameters):
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"{place}.{name}"] = _local(value).detach().clone()
+                elif isinstance(value, (int, float)):
+                    found[f"{place}.{name}#"] = torch.tensor(value, dtype=torch.float64)
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave."""
+        self._optimizer.state.clear()
+        for place, parameter in enumerate(self._bridge.parameters):
+            own = {k.split(".", 1)[1]: v for k, v in tensors.items() if k.split(".", 1)[0] == str(place)}
+            for name, tensor in own.items():
+                value: Tensor | float = tensor.clone()
+                if name.endswith("#"):
+                    name, value = name[:-1], float(tensor)
+                elif isinstance(parameter, DTensor) and tensor.shape == parameter.to_local().shape and tensor.dim():
+                    value = DTensor.from_local(tensor.clone(), parameter.device_mesh, parameter.placements)
+                elif tensor.dim() and isinstance(value, Tensor):
+                    value = value.to(parameter.device)
+                self._optimizer.state[parameter][name] = value
+
+
+def first_difference(mine: Layout, theirs: Sequence[tuple[str, Sequence[int]]]) -> str | None:
+    """What makes two models different, in words; None when they are alike."""
+    own = [(slot.name, tuple(slot.shape)) for slot in mine.slots]
+    other = [(name, tuple(shape)) for name, shape in theirs]
+    for place, (a, b) in enumerate(zip(own, other, strict=False)):
+        if a != b:
+            return f"parameter {place} is {a[0]} {list(a[1])}, the others have {b[0]} {list(b[1])}"
+    if len(own) != len(other):
+        more, word = (own, "has") if len(own) > len(other) else (other, "lacks")
+        name, shape = more[min(len(own), len(other))]
+        return f"it {word} parameter {min(len(own), len(other))}, {name} {list(shape)}"
+    return None
+
+
+def _plain(parameter: nn.Parameter) -> bool:
+    return (
+        not isinstance(parameter, DTensor)
+        and parameter.device.type == "cpu"
+        and parameter.dtype == torch.float32
+        and parameter.is_contiguous()
+    )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _put(target: Tensor, view: Tensor) -> None:
+    if isinstance(target, DTensor):
+        full = view.to(target.device_mesh.device_type)
+        cut = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(cut.to_local())
+    else:
+        target.copy_(view)

@@ -1,0 +1,106 @@
+"""Who may come in: certificates, names, the same model and the same row, before any message is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weightgrad.errors import CredentialsError, RefusedError
+from weightgrad.runtime.admission import Admission, Ask, read_ask, row_difference
+from weightgrad.runtime.bridge import first_difference
+from weightgrad.runtime.credentials import Revoked
+from weightgrad.runtime.lanes_server import Entry
+from weightgrad.site.layout import Layout
+from weightgrad.wan.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class House:
+    """What every site of a run is told, and must fit."""
+
+    sites: tuple[str, ...]
+    fit: Callable[[int], Strategy]  # the row for a model of so many parameters
+    seed: int
+    clip_norm: float | None = None
+
+
+class Door:
+    """Lets sites in. `planted` says which model is being trained: its layout, the digest of its first weights."""
+
+    def __init__(self, house: House, *, secure: bool, revoked: Revoked | None, refused: Callable[[str], None]) -> None:
+        self._house, self._secure, self._revoked, self._refused = house, secure, revoked, refused
+        self.layout: Layout | None = None
+        self.strategy: Strategy | None = None
+        self.digest: str | None = None
+        self.planter: str | None = None  # the site whose weights are to be the first base
+        self.optimizer: dict[str, Any] | None = None
+        self.planted = False
+
+    def check(self, entry: Entry) -> None:
+        """The certificate is good, is not revoked, and is of the site that is named."""
+        if entry.site not in self._house.sites:
+            self._refused("unknown site")
+            raise RefusedError(
+                f"no site {entry.site!r} in the recipe of this server; it has {', '.join(self._house.sites)}"
+            )
+        if not self._secure:
+            return
+        if entry.peer_name != entry.site:
+            self._refused("another site's certificate")
+            raise CredentialsError(
+                f"the certificate is of {entry.peer_name!r}, not of {entry.site!r}; use the directory of that site"
+            )
+        if self._revoked is not None and entry.peer_serial is not None and self._revoked.has(entry.peer_serial):
+            self._refused("revoked certificate")
+            raise CredentialsError(
+                f"the certificate of {entry.site} (serial {entry.peer_serial:x}) is revoked; "
+                "ask the operator for a new one"
+            )
+
+    def enter(self, entry: Entry) -> bytes:
+        """Let a site in, or raise with the reason."""
+        self.check(entry)
+        ask = read_ask(entry.request)
+        if ask.site != entry.site:
+            self._refused("another site's name")
+            raise RefusedError(f"the request is of {ask.site!r}, the connection of {entry.site!r}")
+        layout = Layout.of_shapes((name, tuple(shape)) for name, shape in ask.layout)
+        strategy = self._house.fit(layout.numel)
+        row = strategy.row()
+        if ask.row is not None and (found := row_difference(ask.row, row)):
+            self._refused("another strategy")
+            raise RefusedError(f"{ask.site} asks for another strategy: {found} on the server; make them the same")
+        if self.layout is None:
+            self._first(ask, layout, strategy)
+        else:
+            self._like_the_others(ask, layout)
+        return Admission(
+            row=row,
+            seed=self._house.seed,
+            number=self._house.sites.index(ask.site),
+            sites=list(self._house.sites),
+            plant=not self.planted and self.planter == ask.site,
+            same_start=ask.digest == self.digest,
+            clip_norm=self._house.clip_norm,
+        ).pack()
+
+    def _first(self, ask: Ask, layout: Layout, strategy: Strategy) -> None:
+        if strategy.shares == "gradients" and ask.optimizer is None:
+            raise RefusedError(f"{strategy.name} shares gradients: the site must describe its optimizer")
+        self.layout, self.strategy = layout, strategy
+        self.digest, self.planter, self.optimizer = ask.digest, ask.site, ask.optimizer
+
+    def _like_the_others(self, ask: Ask, layout: Layout) -> None:
+        assert self.layout is not None
+        theirs = [(slot.name, slot.shape) for slot in self.layout.slots]
+        if (found := first_difference(layout, theirs)) is not None:
+            self._refused("another model")
+            raise RefusedError(f"the model of {ask.site} is not the one that is being trained: {found}")
+        if not self.planted and ask.site == self.planter:
+            self.digest = ask.digest  # it has come again before it had planted
+
+    def gone(self, site: str) -> None:
+        """A site has left before it planted: the next to come may."""
+        if not self.planted and self.planter == site:
+            self.layout = self.strategy = self.planter = self.digest = None

@@ -1,0 +1,336 @@
+"""The global server in the field: the state machine of `wan/`, fed by gRPC, kept on disk, watched.
+
+One thread owns the state machine. A round's answer leaves only after the state that made it is on disk, so a
+server that is killed at any moment comes back knowing everything that any site has been told.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from weightgrad.errors import DecodeError, FrameError, ProtocolError, SavedStateError, WeightGradError
+from weightgrad.kernels.noise import derive
+from weightgrad.ledger import Ledger
+from weightgrad.runtime import saved
+from weightgrad.runtime.credentials import Credentials, Revoked
+from weightgrad.runtime.door import Door, House
+from weightgrad.runtime.lanes_server import LanesServer
+from weightgrad.runtime.metrics import Metrics
+from weightgrad.site.described import Described
+from weightgrad.site.layout import Layout
+from weightgrad.units import show_bytes
+from weightgrad.wan.base import Base
+from weightgrad.wan.global_server import Closed, GlobalServer, Outbox
+from weightgrad.wan.guard import Guard
+from weightgrad.wan.message_bytes import MessageLimits, pack, unpack
+from weightgrad.wan.messages import Answer, Join, Leave, Message, Plant, Push, nbytes
+
+log = logging.getLogger("weightgrad.serve")
+
+_NAME = "server"
+_STOP = ("", b"")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a server runs, beside what it trains."""
+
+    listen: str = "0.0.0.0:7443"
+    state: Path | None = None
+    out: Path | None = None  # where the final base goes
+    until_finished: bool = False
+    guard: Guard | None = None
+
+
+class FieldServer:
+    """One run's global server."""
+
+    def __init__(
+        self,
+        house: House,
+        options: ServeOptions,
+        credentials: Credentials | None,
+        ledger: Ledger | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.house, self._options, self._ledger = house, options, ledger
+        self.metrics = metrics or Metrics()
+        revoked = Revoked(credentials.directory / "revoked.txt") if credentials is not None else None
+        self.door = Door(house, secure=credentials is not None, revoked=revoked, refused=self._refused_connection)
+        if credentials is not None:
+            self.metrics.certificate(credentials.expires)
+        self.core: GlobalServer | None = None
+        self._inbox: queue.SimpleQueue[tuple[str, bytes | memoryview]] = queue.SimpleQueue()
+        self._early: list[Message] = []  # came before there was a base
+        self._opened: dict[int, float] = {}
+        self._began = time.monotonic()
+        self._number = 0  # of the checkpoint
+        self.failed: BaseException | None = None
+        self._restore()
+        self.lanes = LanesServer(
+            options.listen,
+            credentials=credentials.for_server() if credentials is not None else None,
+            enter=self.door.enter,
+            on_message=lambda site, data: self._inbox.put((site, data)),
+            on_lost=self._lost,
+            peer_check=self.door.check,
+        )
+
+    @property
+    def now(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self._began
+
+    # -- the run ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until stopped, or until every site has finished when that was asked for."""
+        self.lanes.start()
+        log.info("listening on %s for %s", self._options.listen, ", ".join(self.house.sites))
+        try:
+            while not (self._options.until_finished and self._finished()):
+                if not self._turn():
+                    break
+            else:
+                self._let_them_go()
+        finally:
+            self.lanes.stop(2.0)
+            self._write_end()
+
+    def _let_them_go(self) -> None:
+        """All have finished: give them a moment to hang up, so that none of them meets a closed door."""
+        until = time.monotonic() + 5.0
+        while self.lanes.sessions() and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """From any thread: `run` returns soon."""
+        self._inbox.put(_STOP)
+
+    def _turn(self) -> bool:
+        wake = self.core.next_wake() if self.core is not None else None
+        patience = 1.0 if wake is None else min(1.0, max(0.0, wake - self.now))
+        try:
+            site, data = self._inbox.get(timeout=patience)
+        except queue.Empty:
+            if self.core is not None and wake is not None and self.now >= wake:
+                self._act(self.core.wake(self.now))
+            return True
+        if (site, data) == _STOP:
+            return False
+        self._take(site, data)
+        return True
+
+    def _take(self, site: str, data: bytes | memoryview) -> None:
+        try:
+            message = unpack(data, self._limits())
+            self._check_sender(site, message)
+            if isinstance(message, Plant):
+                self._plant(message)
+            elif self.core is None:
+                self._early.append(message)
+            else:
+                self._receive(self.core, message)
+        except SavedStateError:
+            raise
+        except (FrameError, DecodeError, ProtocolError) as error:
+            self._refused_update(site, f"{type(error).__name__}: {error}")
+
+    def _receive(self, core: GlobalServer, message: Message) -> None:
+        if isinstance(message, Push):
+            self.metrics.updates_total.labels(site=message.site).inc()
+            self.metrics.up_bytes_total.labels(site=message.site).inc(nbytes(message))
+            self.metrics.site_step.labels(site=message.site).set(message.step)
+            self.metrics.site_staleness_versions.labels(site=message.site).set(core.base.version - message.seen)
+            self._opened.setdefault(message.round, self.now)
+        elif isinstance(message, Join):
+            log.info("%s joins with base version %d", message.site, message.version)
+            self.metrics.site_up.labels(site=message.site).set(1)
+            if self._ledger is not None:
+                self._ledger.write("site_joined", self.now, site=message.site, version=message.version)
+        elif isinstance(message, Leave):
+            log.info("%s leaves", message.site)
+        self._act(core.receive(message, self.now))
+
+    def _check_sender(self, site: str, message: Message) -> None:
+        named = getattr(message, "site", None)
+        if named != site:
+            raise ProtocolError(f"{site} sent a {type(message).__name__} in the name of {named!r}")
+
+    def _limits(self) -> MessageLimits:
+        numel = self.door.layout.numel if self.door.layout is not None else 2**32
+        return MessageLimits(max_bytes=64 * 2**20 + 40 * numel, max_elements=numel)
+
+    def _act(self, out: Outbox) -> None:
+        assert self.core is not None
+        for site, why in out.refused:
+            self._refused_update(site, why)
+        for name in out.held_back:
+            log.warning("%s is behind: the others wait for it", name)
+        for name in out.lost:
+            log.warning("%s has said nothing for too long: rounds go on without it", name)
+            if self._ledger is not None:
+                self._ledger.write("fault", self.now, what="lost", where=[name])
+        if out.closed:
+            self._save(self.core)
+        for closed in out.closed:
+            self._report(closed)
+        for name, message in out.messages:
+            data = pack(message)
+            if isinstance(message, Answer):
+                self.metrics.down_bytes_total.labels(site=name).inc(len(data))
+            self.lanes.send(name, data)
+        waits = self.core.waits_for()
+        self.metrics.wait_for(waits)
+
+    # -- the first base, and disk -----------------------------------------------------------
+
+    def _plant(self, message: Plant) -> None:
+        if self.core is not None or message.site != self.door.planter or self.door.layout is None:
+            return
+        weights = message.snapshot["base"]
+        self.core = self._make(self.door.layout, self.door.optimizer)
+        if weights.shape != self.core.base.vector.shape:
+            self.core = None
+            raise ProtocolError(f"{message.site} planted {weights.numel()} weights of another model")
+        self.core.base.vector.copy_(weights)
+        if self.core.base.digest() != self.door.digest:
+            self.core = None
+            raise ProtocolError(f"the weights that {message.site} planted are not those it announced")
+        self.door.planted = True
+        for name in self.house.sites:
+            self.core.members.join(name)
+        self._save(self.core)
+        log.info("%s planted the first base: %s parameters", message.site, f"{weights.numel():,}")
+        early, self._early = self._early, []
+        for one in early:
+            self._receive(self.core, one)
+
+    def _make(self, layout: Layout, optimizer: dict[str, Any] | None) -> GlobalServer:
+        strategy = self.door.strategy = self.house.fit(layout.numel)
+        source = Described.parse(optimizer) if strategy.shares == "gradients" and optimizer is not None else None
+        base = Base(layout, torch.zeros(layout.numel), optimizer=source, rate=_untold)
+        key = derive(self.house.seed, 20)
+        return GlobalServer(base, strategy.for_server(), key, guard=self._options.guard)
+
+    def _save(self, core: GlobalServer) -> None:
+        if self._options.state is None:
+            return
+        began = time.monotonic()
+        self._number += 1
+        facts = {
+            "layout": [[slot.name, list(slot.shape)] for slot in core.base.layout.slots],
+            **self._kind_of_run(core.base.layout),
+            "digest": self.door.digest,
+            "optimizer": self.door.optimizer,
+        }
+        saved.write(self._options.state, _NAME, self._number, core.checkpoint(), facts)
+        self.metrics.checkpointed(time.monotonic() - began)
+
+    def _restore(self) -> None:
+        if self._options.state is None or (found := saved.newest(self._options.state, _NAME)) is None:
+            return
+        for line in found.damaged:
+            log.error("%s; going on with the checkpoint before it", line)
+        self.door.layout = Layout.of_shapes((name, tuple(shape)) for name, shape in found.facts["layout"])
+        for name, value in self._kind_of_run(self.door.layout).items():
+            if found.facts[name] != value:
+                raise SavedStateError(
+                    f"{self._options.state} is of another run: its {name} is {found.facts[name]}, here it is {value}; "
+                    "give --state another directory, or the recipe of that run"
+                )
+        self.door.digest, self.door.optimizer = found.facts["digest"], found.facts["optimizer"]
+        self.door.planted = True
+        self.core = self._make(self.door.layout, self.door.optimizer)
+        self._number = found.number
+        self.core.restore(found.tensors)  # its sites come by themselves: their sessions are gone
+        log.info("goes on with base version %d, step %d", self.core.base.version, self.core.base.step)
+
+    def _kind_of_run(self, layout: Layout) -> dict[str, Any]:
+        row = self.house.fit(layout.numel).row()
+        return {"row": row, "seed": self.house.seed, "sites": list(self.house.sites)}
+
+    # -- what is said -----------------------------------------------------------------------
+
+    def _report(self, closed: Closed) -> None:
+        answer, now = closed.answer, self.now
+        seconds = now - self._opened.pop(answer.round, now)
+        down = nbytes(answer)
+        self.metrics.rounds_total.inc()
+        self.metrics.round_seconds.observe(seconds)
+        self.metrics.base_version.set(answer.version)
+        self.metrics.base_step.set(answer.step)
+        log.info(
+            "round %d: step %d, %s; %s up, %s down each, %.2f s; base %s",
+            answer.round,
+            answer.step,
+            ", ".join(closed.senders),
+            show_bytes(closed.up_bytes),
+            show_bytes(down),
+            seconds,
+            closed.base,
+        )
+        if self._ledger is not None:
+            self._ledger.write(
+                "round",
+                now,
+                version=answer.version,
+                step=answer.step,
+                senders=closed.senders,
+                up_bytes=closed.up_bytes,
+                down_bytes=down,
+                base=closed.base,
+            )
+
+    def _refused_update(self, site: str, why: str) -> None:
+        log.error("an update of %s was refused: %s", site, why)
+        self.metrics.refused_updates_total.labels(site=site).inc()
+        if self._ledger is not None:
+            self._ledger.write("refused", self.now, site=site, why=why)
+
+    def _refused_connection(self, reason: str) -> None:
+        log.warning("a connection was refused: %s", reason)
+        self.metrics.refused_connections_total.labels(reason=reason).inc()
+
+    def _lost(self, site: str) -> None:
+        log.warning("%s: its line is gone", site)
+        self.metrics.site_up.labels(site=site).set(0)
+        self.door.gone(site)
+
+    def _finished(self) -> bool:
+        core = self.core
+        if core is None:
+            return False
+        members = core.members.by_name.values()
+        return bool(members) and all(m.done or not m.live for m in members) and any(m.done for m in members)
+
+    def status(self) -> dict[str, object]:
+        """For /healthz."""
+        core = self.core
+        return {
+            "healthy": self.failed is None,
+            "version": core.base.version if core is not None else None,
+            "step": core.base.step if core is not None else None,
+            "waiting_for": core.waits_for() if core is not None else list(self.house.sites),
+            "connected": sorted(self.lanes.sessions()),
+        }
+
+    def _write_end(self) -> None:
+        if self.core is not None and self._options.out is not None:
+            layout, vector = self.core.base.layout, self.core.base.vector
+            tensors = {slot.name: slot.of(vector).clone() for slot in layout.slots}
+            save_file(tensors, str(self._options.out / "base.safetensors"))
+        if self._ledger is not None:
+            self._ledger.write("end", self.now, status="finished" if self._finished() else "interrupted")
+
+
+def _untold(step: int) -> float:
+    raise WeightGradError(f"no push said the learning rate of step {step}; sites must send it with shared gradients")

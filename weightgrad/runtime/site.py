@@ -1,0 +1,377 @@
+"""The five lines: `join`, `prepare`, the usual loop, `leave`.
+
+`prepare` leaves the model and the optimizer the objects they are and listens to `optimizer.step()`: before the
+optimizer moves anything, the workers of the site exchange their gradients, step together, and the local server
+(rank 0) speaks with the global server if the strategy says it is time. Then the gradients are dropped, so
+the optimizer's own step finds nothing left to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weightgrad import kernels
+from weightgrad.errors import RefusedError, SavedStateError, StrategyError, WeightGradError
+from weightgrad.kernels.noise import derive
+from weightgrad.ledger import Ledger
+from weightgrad.runtime import saved
+from weightgrad.runtime.admission import Admission, Ask, read_admission
+from weightgrad.runtime.bridge import Bridge
+from weightgrad.runtime.credentials import Credentials
+from weightgrad.runtime.crew import Crew
+from weightgrad.runtime.lan import Lan
+from weightgrad.runtime.lanes_client import LanesClient
+from weightgrad.runtime.tls_check import diagnose
+from weightgrad.runtime.wan_end import WanEnd
+from weightgrad.site.described import Described
+from weightgrad.wan import strategies
+from weightgrad.wan.base import Base
+from weightgrad.wan.messages import Leave, Plant
+from weightgrad.wan.site_end import SiteEnd
+from weightgrad.wan.strategies import Strategy
+
+log = logging.getLogger("weightgrad")
+
+Model = TypeVar("Model", bound=nn.Module)
+Stepper = TypeVar("Stepper", bound=Optimizer)
+
+
+def join(
+    address: str,
+    *,
+    site: str,
+    credentials: str | Path | None = None,
+    insecure: bool = False,
+    state: str | Path | None = None,
+    checkpoint_every: int = 50,
+    lanes: int = 4,
+    patience: float = 60.0,
+) -> Site:
+    """Say which site this process belongs to, on every rank of it.
+
+    `address` is the global server's HOST:PORT. `credentials` is the site's directory of certificates, or the one
+    all of them were made in. `insecure` needs none, and is for a server on this machine. `state` is where the site
+    writes what it needs to go on after a crash, every `checkpoint_every` steps; without it a restarted site
+    begins again from the base. `patience` is how many seconds to wait for a server that is not there yet.
+    """
+    if credentials is None and not insecure:
+        raise StrategyError(
+            "join needs credentials=DIRECTORY (make them with `weightgrad certs init`), or insecure=True on one machine"
+        )
+    if insecure and not _is_loopback(address):
+        raise StrategyError(f"insecure is for a server on this machine, such as 127.0.0.1:7443, and not for {address}")
+    found = Credentials.load(Path(credentials), site=site) if credentials is not None else None
+    if found is None:
+        log.warning("INSECURE: no certificates, no encryption; for trying things out on one machine only")
+    return Site(address, site, found, Path(state) if state is not None else None, checkpoint_every, lanes, patience)
+
+
+class Site:
+    """This process as a worker of its site. Made by `join`."""
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        credentials: Credentials | None,
+        state: Path | None,
+        checkpoint_every: int,
+        lanes: int,
+        patience: float,
+    ) -> None:
+        self.name = name
+        self.lan = Lan()
+        self._address, self._credentials, self._patience, self._lanes = address, credentials, patience, lanes
+        self._state, self._every = state, checkpoint_every
+        self.ledger: Ledger | None = None
+        self.strategy: Strategy | None = None
+        self.steps = 0
+        """Optimizer steps done; above 0 right after `prepare` when the site goes on from its state."""
+        self._wan: WanEnd | None = None
+        self._end: SiteEnd | None = None
+        self._left = False
+
+    # -- the beginning ----------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: Model,
+        optimizer: Stepper,
+        strategy: str | Strategy | None = None,
+        *,
+        samples: int = 1,
+        buffers: str = "site",
+        **changes: Any,
+    ) -> tuple[Model, Stepper]:
+        """Bind model and optimizer to the run, and return them.
+
+        `strategy` must be that of the server (with the same changes to its row); None takes the server's. `samples`
+        is how much this site's updates weigh: what it looks at in a step. `buffers`, such as the running statistics
+        of batch norm, are averaged over the workers of a site after every round ("site"), or left to each ("local");
+        they do not travel between sites.
+        """
+        if buffers not in ("site", "local"):
+            raise StrategyError(f'buffers = {buffers!r}; it is "site" or "local"')
+        self._bridge = Bridge(model)
+        self._optimizer = optimizer
+        self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers == "site" else []
+        row = strategies.find(strategy, changes) if isinstance(strategy, str) else strategy
+        weights = torch.zeros(self._bridge.layout.numel)
+        self._bridge.read_weights(weights)
+        admission = self._enter(weights, row, samples)
+        self.strategy = Strategy(**admission.row)
+        self._change_optimizer(self.strategy)
+        self._begin(weights, admission, samples)
+        optimizer.register_step_pre_hook(self._before_step)
+        return model, optimizer
+
+    def _enter(self, weights: Tensor, row: Strategy | None, samples: int) -> Admission:
+        """Rank 0 asks; all hear the answer, or why there is none."""
+        said = b""
+        if self.lan.first:
+            try:
+                said = b"+" + self._ask(weights, row, samples).pack()
+            except WeightGradError as error:
+                self.lan.words_from_first(f"-{error}".encode())
+                raise
+        said = self.lan.words_from_first(said)
+        if said[:1] != b"+":
+            raise RefusedError(f"rank 0 of this site could not join: {said[1:].decode()}")
+        return read_admission(said[1:])
+
+    def _ask(self, weights: Tensor, row: Strategy | None, samples: int) -> Admission:
+        client = LanesClient(
+            self._address,
+            site=self.name,
+            incarnation=secrets.randbits(63),
+            credentials=self._credentials.for_client() if self._credentials is not None else None,
+            lanes=self._lanes,
+        )
+        before = saved.newest(self._state, "rank-0") if self._state is not None else None
+        ask = Ask(
+            site=self.name,
+            layout=[(slot.name, list(slot.shape)) for slot in self._bridge.layout.slots],
+            digest=_digest(weights),
+            version=-1 if before is None else int(before.facts["version"]),
+            samples=samples,
+            workers=self.lan.size,
+            row=row.row() if row is not None else None,
+            optimizer=_described(self._optimizer, self._bridge, row),
+            kernels=str(kernels.status()),
+        )
+        if self._state is not None:
+            self._state.mkdir(parents=True, exist_ok=True)
+            self.ledger = Ledger(self._state / "ledger.jsonl", append=True)
+        self._wan = WanEnd(client, ask, self.ledger, lambda: diagnose(self._address, self._credentials))
+        return self._wan.enter(patience=self._patience)
+
+    def _change_optimizer(self, strategy: Strategy) -> None:
+        """DGC and momentum correction have the momentum inside what is sent: the optimizer must not have it again."""
+        for group in self._optimizer.param_groups:
+            for name, value in strategy.optimizer_with(group).items():
+                if name != "params" and name in self._optimizer.defaults and group[name] != value:
+                    if self.lan.first:
+                        log.warning(
+                            "%s: %s of the optimizer is now %s (was %s)", strategy.name, name, value, group[name]
+                        )
+                    group[name] = value
+
+    def _begin(self, weights: Tensor, admission: Admission, samples: int) -> None:
+        strategy, layout = Strategy(**admission.row), self._bridge.layout
+        key = derive(admission.seed, 11, admission.number)
+        if self.lan.first:
+            assert self._wan is not None
+            described = _described(self._optimizer, self._bridge, strategy)
+            source = Described.parse(described) if described is not None else None
+            base = Base(layout, weights, optimizer=source, rate=lambda step: self._rate)
+            own = derive(admission.seed, 10, admission.number)
+            self._end = SiteEnd(self.name, base, strategy.for_site(), samples, own)
+            self._wan.attach(self._end)
+            weights = self._end.model
+        self._weights = weights
+        self._crew = Crew(
+            self._bridge, self._optimizer, weights, strategy, self.lan, key, clip_norm=admission.clip_norm
+        )
+        if self.lan.first and (line := self._crew.inside):
+            log.warning("%s: %s", self.name, line)
+        restored = self._restore()
+        if self._wan is not None and self._end is not None:
+            self._wan.start()
+            if admission.plant:
+                self._wan.plant(Plant(self.name, {"base": self._end.base.vector}))
+            same = admission.same_start or self._end.base.version > 0
+            self._wan.send(self._end.join(same_start=same))
+            self._wan.until_free()
+            self.steps = self._end.step
+        self.steps = self.lan.number_from_first(self.steps)
+        self._spread(True)
+        self._crew.show(again=restored)
+
+    @property
+    def _rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del optimizer, args, kwargs
+        if self._crew.mover.busy:
+            return
+        if self._left:
+            raise StrategyError("the site has left; an optimizer.step() after leave() would train alone")
+        gradient = self._crew.step(self.steps)
+        self.steps += 1
+        moved = gradient is not None
+        if self._end is not None and self._wan is not None:
+            self._end.rate = self._rate if self.strategy is not None and self.strategy.shares == "gradients" else None
+            self._wan.send(self._end.stepped(self._wan.now, gradient))
+            moved = self._wan.until_free() or moved
+            self.steps = self._end.step
+        self.steps = self.lan.number_from_first(self.steps)
+        if self._spread(moved):
+            self._average_buffers()
+        self._crew.show()
+        self._bridge.drop_gradients()
+        if self._state is not None and self.steps % self._every == 0:
+            self._save()
+
+    def _spread(self, moved: bool) -> bool:
+        """The local server's weights to the other ranks, when the WAN has moved them."""
+        moved = bool(self.lan.number_from_first(int(moved)))
+        if moved:
+            self.lan.from_first(self._weights)
+        return moved
+
+    def _average_buffers(self) -> None:
+        if self.lan.size > 1:
+            for buffer in self._buffers:
+                buffer.copy_(self.lan.mean(buffer.float().flatten()).view(buffer.shape))
+
+    def note(self, loss: float) -> None:
+        """Write the loss of the last step into the site's ledger, on the rank that has one."""
+        if self.ledger is not None and self._wan is not None:
+            self.ledger.write("step", self._wan.now, site=self.name, step=self.steps, loss=loss)
+
+    def new_epoch(self) -> None:
+        """An epoch has ended: the dynamic significance threshold follows the learning rate and the updates."""
+        if self._end is not None:
+            self._end.new_epoch(self._rate)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Training is over here: what is pending goes out, and the model becomes the base."""
+        if self._left:
+            return
+        if self._end is not None and self._wan is not None:
+            self._wan.send(self._end.finish(self._wan.now))
+            self._wan.until_free()
+            if self._state is not None:
+                self._save_rank()
+            self._wan.send([Leave(self.name)])
+            self._weights.copy_(self._end.base.vector)
+            self._wan.close()
+            if self.ledger is not None:
+                self._write_end()
+        self._left = True
+        self._spread(True)
+        self._bridge.write_weights(self._weights)
+
+    def _write_end(self) -> None:
+        assert self.ledger is not None
+        assert self._wan is not None
+        self.ledger.write(
+            "site",
+            self._wan.now,
+            site=self.name,
+            steps=self.steps,
+            waiting_seconds=self._wan.waited,
+            up_bytes=self._wan.up_bytes,
+            down_bytes=self._wan.down_bytes,
+            lan_bytes=self.lan.sent_bytes,
+        )
+        self.ledger.close()
+
+    # -- durability -------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Every rank writes its own part; the step counts when all have."""
+        self._save_rank()
+        self.lan.barrier()
+
+    def _save_rank(self) -> None:
+        assert self._state is not None
+        tensors = {f"crew.{name}": tensor for name, tensor in self._crew.state().items()}
+        if self._end is not None:
+            tensors |= {f"end.{name}": tensor for name, tensor in self._end.state().items()}
+        tensors |= {f"buffer.{place}": buffer for place, buffer in enumerate(self._buffers)}
+        facts = {
+            "version": self._end.base.version if self._end is not None else -1,
+            "step": self.steps,
+            "row": self.strategy.row() if self.strategy is not None else None,
+            "layout": [[slot.name, list(slot.shape)] for slot in self._bridge.layout.slots],
+        }
+        saved.write(self._state, f"rank-{self.lan.rank}", self.steps, tensors, facts)
+
+    def _restore(self) -> bool:
+        """Go on from the newest step that every rank has written; whether there is one."""
+        if self._state is None:
+            return False
+        own = [int(path.stem.rsplit("-", 1)[1]) for path in saved.generations(self._state, f"rank-{self.lan.rank}")]
+        blobs = self.lan.exchange(torch.tensor(own, dtype=torch.int64).view(torch.uint8))
+        common = set.intersection(*(set(blob.clone().view(torch.int64).tolist()) for blob in blobs))
+        if not common:
+            return False
+        found = saved.exact(self._state, f"rank-{self.lan.rank}", max(common))
+        mine = {
+            "row": dataclasses.asdict(self.strategy) if self.strategy is not None else None,
+            "layout": [[slot.name, list(slot.shape)] for slot in self._bridge.layout.slots],
+        }
+        for name, value in mine.items():
+            if found.facts[name] != value:
+                raise SavedStateError(
+                    f"{self._state} is of another run: its {name} differs; give state another directory, or remove it"
+                )
+        if self._end is not None:
+            self._end.load(_under("end.", found.tensors))
+        self._crew.load(_under("crew.", found.tensors))
+        for place, buffer in enumerate(self._buffers):
+            buffer.copy_(found.tensors[f"buffer.{place}"])
+        self.steps = int(found.facts["step"])
+        if self.lan.first:
+            log.info("%s goes on from step %d", self.name, self.steps)
+        return True
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _described(optimizer: Optimizer, bridge: Bridge, row: Strategy | None) -> dict[str, Any] | None:
+    if row is not None and row.shares != "gradients":
+        return None
+    try:
+        return Described.of(optimizer, bridge.parameters).dump()
+    except StrategyError:
+        if row is None:
+            return None
+        raise
+
+
+def _digest(weights: Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(weights.numpy().tobytes())
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rsplit(":", 1)[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.") or os.path.exists(host)

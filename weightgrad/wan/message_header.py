@@ -1,0 +1,107 @@
+"""The 32 bytes that every message starts with, and which of them each kind uses.
+
+    magic (4) · version (1) · kind (1) · flags (1) · name_len (1) · five numbers (20) · count (4)
+
+What a kind does not use is zero, so that there is one way to write a message.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from weightgrad.errors import MagicError, ProtocolError, RangeError, ReservedError, TruncatedError, VersionError
+from weightgrad.wan.messages import HEADER_BYTES, Answer, Call, Join, Leave, Message, Plant, Push, Restarted, Welcome
+
+MAGIC = b"WGMS"
+VERSION = 1
+MAX_NAME_BYTES = 64
+FINAL = 1  # flag of a push
+SNAPSHOT = 1  # flag of a welcome
+RATE = 2  # flag of a push or an answer
+
+_FIELDS = struct.Struct("<4sBBBB5II")
+_NUMBERS = 5
+
+
+class _Kind(NamedTuple):
+    """Which fields a kind of message uses."""
+
+    number: int
+    numbers: tuple[str, ...] = ()
+    named: bool = False
+    flags: int = 0
+    counts: bool = False
+
+
+_KINDS: dict[type[Message], _Kind] = {
+    Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE, counts=True),
+    Call: _Kind(2, ("round",)),
+    Answer: _Kind(3, ("version", "round", "step", "len(taken)"), flags=RATE, counts=True),
+    Join: _Kind(4, ("version + 1",), named=True),
+    Welcome: _Kind(5, ("version", "round", "step", "taken"), flags=SNAPSHOT, counts=True),
+    Restarted: _Kind(6),
+    Leave: _Kind(7, named=True),
+    Plant: _Kind(8, named=True),
+}
+_TYPES = {kind.number: type_ for type_, kind in _KINDS.items()}
+
+
+class Header(NamedTuple):
+    """The fields that the kind uses; `size` counts its parts, or a welcome's answers."""
+
+    kind: type[Message]
+    numbers: tuple[int, ...] = ()
+    size: int = 0
+    flags: int = 0
+    name_bytes: int = 0
+
+
+def to_bytes(header: Header) -> bytes:
+    """The 32 bytes."""
+    kind = _KINDS[header.kind]
+    for field, value in zip((*kind.numbers, "count"), (*header.numbers, header.size), strict=True):
+        check_number(f"{header.kind.__name__}: {field}", value)
+    numbers = [*header.numbers, *[0] * _NUMBERS][:_NUMBERS]
+    return _FIELDS.pack(MAGIC, VERSION, kind.number, header.flags, header.name_bytes, *numbers, header.size)
+
+
+def parse(view: memoryview) -> Header:
+    """The header that starts `view`."""
+    start = bytes(view[: len(MAGIC)])
+    # Also of fewer than four bytes: noise should not be mistaken for the start of a message.
+    if not MAGIC.startswith(start):
+        raise MagicError(f"starts with {start!r}; a message starts with {MAGIC!r}; check what was sent")
+    if len(view) < HEADER_BYTES:
+        raise TruncatedError(f"{len(view)} bytes came; a message's header has {HEADER_BYTES}; send it again")
+    _, version, number, flags, name_bytes, *numbers, size = _FIELDS.unpack_from(view)
+    if version != VERSION:
+        raise VersionError(f"version {version}; this build reads {VERSION}; use one release at both ends")
+    if number not in _TYPES:
+        raise ProtocolError(f"a message of kind {number}; this build knows 1 to {len(_TYPES)}; upgrade the reader")
+    type_ = _TYPES[number]
+    kind = _KINDS[type_]
+    used, unused = numbers[: len(kind.numbers)], numbers[len(kind.numbers) :]
+    if flags & ~kind.flags or any(unused) or (name_bytes and not kind.named) or (size and not kind.counts):
+        raise ReservedError(
+            f"a {type_.__name__} with flags {flags:#04x}, numbers {numbers}, a name of {name_bytes} bytes and "
+            f"count {size}: what it does not use must be zero; the message is damaged or its writer is wrong"
+        )
+    return Header(type_, tuple(used), size, flags, name_bytes)
+
+
+def check_number(what: str, value: int) -> None:
+    """Refuse what does not fit 32 bits."""
+    if not 0 <= value < 2**32:
+        raise RangeError(f"{what} is {value}; a message holds 0 to 2**32 - 1")
+
+
+def name_bytes(site: str) -> bytes:
+    """A site's name as it follows its length."""
+    try:
+        name = site.encode()
+    except UnicodeEncodeError as error:
+        raise RangeError(f"the site name {site!r} cannot be written in UTF-8; rename the site") from error
+    if not 1 <= len(name) <= MAX_NAME_BYTES:
+        raise RangeError(f"site name {site!r} has {len(name)} bytes; a message holds 1 to {MAX_NAME_BYTES}; rename it")
+    return name
