@@ -129,14 +129,16 @@ def test_a_site_that_has_finished_or_left_is_not_waited_for() -> None:
 
 
 def test_only_a_trigger_that_calls_calls_the_others() -> None:
-    one = server("weightgrad")
+    one = server("weightgrad-paper")
     out = one.receive(push("a", 1), 0.0)
     assert [(name, m.round) for name, m in out.messages if isinstance(m, Call)] == [("b", 1), ("c", 1)]
     assert not one.receive(push("b", 1), 0.0).messages
+    at_fixed_steps = server("weightgrad")
+    assert not at_fixed_steps.receive(push("a", 1), 0.0).messages
 
 
 def test_a_site_called_to_two_rounds_answers_both() -> None:
-    world = Harness("weightgrad", sites=2)
+    world = Harness("weightgrad", sites=2, trigger="significance(at_most=4)", consistency="bounded(2)")
     fast, slow = world.names
     while len([k for k in world.made if k[0] == fast]) < 2:
         assert world.step(fast)
@@ -263,8 +265,8 @@ def test_the_log_of_answers_does_not_grow_with_rounds() -> None:
     one = server(sites="a", down="topk(0.05)")
     for number in range(1, 60):
         one.receive(push("a", number, noise(number)), 0.0)
-    assert one._log_bytes <= 4 * N
-    assert len(one._log) < 10
+    kept = [version for version in range(60) if one._log.since(version, one.base.version) is not None]
+    assert 50 < min(kept) < 59, "the last few only"
 
 
 # -- the end --------------------------------------------------------------------------------
@@ -288,6 +290,7 @@ def test_without_a_flush_it_stays() -> None:
     for _ in range(20):
         for n in world.names:
             world.step(n)
+        for n in world.names * 2:
             world.drain(n)
     held = world.server._out.held.clone()
     world.finish()

@@ -97,7 +97,7 @@ class LanesClient:
         if not 1 <= lanes <= MAX_LANES:
             raise SpecError(f"lanes is {lanes}; it must be 1 to {MAX_LANES}")
         self.address, self._site, self._lanes = address, site, lanes
-        self._metadata = (
+        self._metadata: tuple[tuple[str, str], ...] = (
             (SITE_KEY, quote(site, safe="")),
             (INCARNATION_KEY, quote(str(incarnation), safe="")),
             (PROTOCOL_KEY, PROTOCOL),

@@ -21,6 +21,7 @@ from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
 from weightgrad.runtime.credentials import Credentials, Revoked
+from weightgrad.runtime.disk_log import DiskLog
 from weightgrad.runtime.door import Door, House
 from weightgrad.runtime.lanes_server import LanesServer
 from weightgrad.runtime.metrics import Metrics
@@ -219,7 +220,9 @@ class FieldServer:
         source = Described.parse(optimizer) if strategy.shares == "gradients" and optimizer is not None else None
         base = Base(layout, torch.zeros(layout.numel), optimizer=source, rate=_untold)
         key = derive(self.house.seed, 20)
-        return GlobalServer(base, strategy.for_server(), key, guard=self._options.guard)
+        state = self._options.state
+        kept = DiskLog(state / "answers", max(2**26, 64 * layout.numel)) if state is not None else None
+        return GlobalServer(base, strategy.for_server(), key, guard=self._options.guard, log=kept)
 
     def _save(self, core: GlobalServer) -> None:
         if self._options.state is None:

@@ -20,6 +20,7 @@ from weightgrad.codecs import Codec, Fp32
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
 from weightgrad.wan.aggregators import Accumulator, Aggregator
+from weightgrad.wan.answer_log import AnswerLog, MemoryLog
 from weightgrad.wan.base import Base
 from weightgrad.wan.consistency import Consistency
 from weightgrad.wan.guard import Guard
@@ -107,7 +108,9 @@ class _Asked(Selector):
 class GlobalServer:
     """One for all sites. What the guard refuses moves nothing, and its round closes all the same."""
 
-    def __init__(self, base: Base, plan: ServerPlan, key: int, guard: Guard | None = None) -> None:
+    def __init__(
+        self, base: Base, plan: ServerPlan, key: int, guard: Guard | None = None, log: AnswerLog | None = None
+    ) -> None:
         self.base = base
         self.members = Members()
         self._plan = plan
@@ -116,8 +119,7 @@ class GlobalServer:
         self._memory: dict[str, Tensor] = {}
         self._rounds: dict[int, _Round] = {}
         self._round = 0  # the last closed one
-        self._log: list[Answer] = []
-        self._log_bytes = 0
+        self._log: AnswerLog = MemoryLog(4 * base.layout.numel) if log is None else log
         self._samples: int | None = None
         self._bases: dict[int, Tensor] = {}  # the last few by version, for delay compensation
         self._keep_base()
@@ -283,7 +285,7 @@ class GlobalServer:
         self._round = number
         for name, taken in current.taken.items():
             self.members.by_name[name].taken = taken
-        self._remember(answer)
+        self._log.append(answer)
         out.messages += [(member.name, answer) for member in self.members.listening]
         out.closed.append(Closed(answer, sorted(current.senders), current.all, current.up_bytes, self.base.digest()))
 
@@ -301,13 +303,6 @@ class GlobalServer:
             selector = _Asked(touched if self._plan.per_tensor else _flat(touched))
         return self._out.take(moved, selector, self.base.vector, step=self.base.step, count=count)
 
-    def _remember(self, answer: Answer) -> None:
-        """Answers for sites that were away, as long as they are less than the whole base."""
-        self._log.append(answer)
-        self._log_bytes += nbytes(answer)
-        while self._log and self._log_bytes > 4 * self.base.layout.numel:
-            self._log_bytes -= nbytes(self._log.pop(0))
-
     # -- membership -------------------------------------------------------------------------
 
     def _join(self, join: Join, out: Outbox) -> None:
@@ -319,9 +314,8 @@ class GlobalServer:
         self._welcome(self.members.join(join.site), join.version, out)
 
     def _welcome(self, member: Member, version: int, out: Outbox) -> None:
-        missed = tuple(a for a in self._log if a.version > version)
-        whole = version < 0 or len(missed) != self.base.version - version
-        snapshot = self.base.snapshot() if whole else None
+        missed = self._log.since(version, self.base.version) if version >= 0 else None
+        snapshot = self.base.snapshot() if missed is None else None
         out.messages.append(
             (
                 member.name,
@@ -330,8 +324,9 @@ class GlobalServer:
                     self._round + 1,
                     self.base.step,
                     member.taken,
-                    () if whole else missed,
+                    missed or (),
                     snapshot,
+                    member.round,
                 ),
             )
         )
@@ -360,7 +355,8 @@ class GlobalServer:
         self._memory = {k.removeprefix("outer."): v.clone() for k, v in state.items() if k.startswith("outer.")}
         if self._guard is not None:
             self._guard.load({k.removeprefix("guard."): v for k, v in state.items() if k.startswith("guard.")})
-        self._rounds, self._log, self._log_bytes, self._bases = {}, [], 0, {}
+        self._rounds, self._bases = {}, {}
+        self._log.restart(version)
         self._keep_base()
         self.members = Members()
         for key, tensor in state.items():

@@ -105,9 +105,9 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
         case Join():
             return [_head(Join, message.version + 1, site=message.site)]
         case Welcome():
-            clock = (message.version, message.round, message.step, message.taken)
+            numbers = (message.version, message.round, message.step, message.taken, message.pushed)
             flags = SNAPSHOT * (message.snapshot is not None)
-            head = _head(Welcome, *clock, size=len(message.answers), flags=flags)
+            head = _head(Welcome, *numbers, size=len(message.answers), flags=flags)
             answers = [buffer for answer in message.answers for buffer in to_buffers(answer)]
             snapshot = [] if message.snapshot is None else snapshot_bytes.to_buffers(message.snapshot)
             return [head, *answers, *snapshot]
@@ -210,7 +210,7 @@ class _Reader:
         return Answer(version, round_, step, self._parts(head.size), taken, rate)
 
     def _welcome(self, head: Header) -> Welcome:
-        version, round_, step, taken = head.numbers
+        version, round_, step, taken, pushed = head.numbers
         self._claim("answers", head.size, self._limits.max_parts, HEADER_BYTES)
         answers = []
         for _ in range(head.size):
@@ -219,7 +219,7 @@ class _Reader:
                 raise ProtocolError(f"a {inner.kind.__name__} inside a Welcome, which holds answers only")
             answers.append(self._answer(inner))
         snapshot = self._snapshot() if head.flags & SNAPSHOT else None
-        return Welcome(version, round_, step, taken, tuple(answers), snapshot)
+        return Welcome(version, round_, step, taken, tuple(answers), snapshot, pushed)
 
     def _snapshot(self) -> dict[str, Tensor]:
         blob = self._take(self.left, "snapshot")

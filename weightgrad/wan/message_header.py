@@ -39,7 +39,7 @@ _KINDS: dict[type[Message], _Kind] = {
     Call: _Kind(2, ("round",)),
     Answer: _Kind(3, ("version", "round", "step", "len(taken)"), flags=RATE, counts=True),
     Join: _Kind(4, ("version + 1",), named=True),
-    Welcome: _Kind(5, ("version", "round", "step", "taken"), flags=SNAPSHOT, counts=True),
+    Welcome: _Kind(5, ("version", "round", "step", "taken", "pushed"), flags=SNAPSHOT, counts=True),
     Restarted: _Kind(6),
     Leave: _Kind(7, named=True),
     Plant: _Kind(8, named=True),

@@ -92,6 +92,7 @@ class Welcome:
     taken: int  # the last of the site's pushes that is in the base
     answers: tuple[Answer, ...] = ()
     snapshot: Mapping[str, Tensor] | None = None
+    pushed: int = 0  # the last of the site's pushes that has come
 
 
 @dataclass(frozen=True, eq=False)

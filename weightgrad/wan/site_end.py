@@ -272,8 +272,11 @@ class SiteEnd:
         for answer in welcome.answers:
             if answer.version > self.base.version:
                 self._inbox[answer.version] = answer
-        self.step = max(self.step, welcome.step) if not self._finishing else self.step
-        self._round = max(self._round, welcome.round - 1)
+        if welcome.snapshot is not None or welcome.round - 1 > welcome.pushed:
+            # Rounds went on without it: it goes on where they are. Otherwise it was waited for, and does again
+            # what it has forgotten since its state was written; the server has those pushes, and drops them.
+            self.step = max(self.step, welcome.step) if not self._finishing else self.step
+            self._round = max(self._round, welcome.round - 1)
         again = [f for f in self._flights if f.push.round > welcome.taken]
         for flight in again:
             flight.sent_at = now
