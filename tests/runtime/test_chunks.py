@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightgrad.errors import ProtocolError, RefusedError
+from weightgrad.errors import ProtocolError, RefusedError, SpecError
 from weightgrad.runtime.chunks import (
     MAX_ACKS,
     MAX_GOODBYE_BYTES,
@@ -376,7 +376,7 @@ def test_closed_keeps_what_is_whole_unless_told_to_forget() -> None:
 
 
 def test_limits_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="must fit"):
+    with pytest.raises(SpecError, match="must fit"):
         Incoming(max_message=100, max_buffered=100)
 
 

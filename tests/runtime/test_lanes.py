@@ -242,6 +242,7 @@ def test_what_is_sent_while_cut_arrives_later() -> None:
     limits = LaneLimits(lost_after_s=0.0)
     with place(limits=limits) as host, proxy(host.address) as between, site(between.address) as client:
         wait_event(client, "connected")
+        host.lost.clear()
         between.cut()
         wait_event(client, "lost")
         until(lambda: host.lost == ["oslo"])

@@ -343,7 +343,7 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "half a header": (PUSH[:31], errors.TruncatedError),
     "another version": (changed(PUSH, 4, b"\x02"), errors.VersionError),
     "kind 0": (changed(PUSH, 5, b"\x00"), errors.ProtocolError),
-    "kind 9": (changed(PUSH, 5, b"\x08"), errors.ProtocolError),
+    "kind 9": (changed(PUSH, 5, b"\x09"), errors.ProtocolError),
     "a flag nobody knows": (changed(PUSH, 6, b"\x04"), errors.ReservedError),
     "a flag of another kind": (changed(ANSWER, 6, b"\x01"), errors.ReservedError),
     "a name where there is none": (changed(pack(Call(1)), 7, b"\x01") + b"n", errors.ReservedError),

@@ -120,7 +120,7 @@ class Lane:
     def records(self) -> Iterator[bytes]:
         """What to send, as it comes to be; ends when the lane is closed."""
         talk = self._talk
-        record: Record | None = Hello(talk.incoming.window, talk.incoming.released)
+        record: Record | None = None if self.closed else Hello(talk.incoming.window, talk.incoming.released)
         while record is not None:
             data = to_bytes(record)
             with talk.lock:

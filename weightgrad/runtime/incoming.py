@@ -7,9 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weightgrad.errors import ProtocolError, RefusedError
+from weightgrad.errors import ProtocolError, RefusedError, SpecError
 from weightgrad.runtime.chunks import DEFAULT_CUT, OVERHEAD_BYTES, Chunk, Cut
 from weightgrad.runtime.lane_buffers import Buffers
+
+
+def check_room(max_message: int, max_buffered: int) -> None:
+    """SpecError if the longest message would not fit into the room for all."""
+    if not 0 < max_message <= max_buffered - OVERHEAD_BYTES:
+        raise SpecError(
+            f"max_message is {max_message} and max_buffered {max_buffered}; a longest message and its overhead "
+            f"of {OVERHEAD_BYTES} must fit; raise max_buffered"
+        )
 
 
 @dataclass
@@ -35,8 +44,7 @@ class Incoming:
         admit: Callable[[int], None] | None = None,
         lock: threading.RLock | None = None,
     ) -> None:
-        if max_message + OVERHEAD_BYTES > max_buffered:
-            raise ValueError(f"max_buffered is {max_buffered}; a message of {max_message} bytes must fit into it")
+        check_room(max_message, max_buffered)
         self.changed = threading.Condition(lock)
         self.window = max_buffered
         self._max_message = max_message
@@ -109,6 +117,7 @@ class Incoming:
             self._arriving.clear()
             if forget:
                 self._whole.clear()
+            self._buffered = sum(len(message) + OVERHEAD_BYTES for message in self._whole)
             self.changed.notify_all()
 
     def _start(self, chunk: Chunk) -> _Arriving:

@@ -8,7 +8,9 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
-from weightgrad.errors import SpecError
+import grpc
+
+from weightgrad.errors import LinkError, SpecError
 from weightgrad.runtime.chunks import DEFAULT_CUT
 
 PROTOCOL = "1"
@@ -34,8 +36,8 @@ class Keepalive:
     The timeout must exceed the longest round trip, queues included, or a busy link is taken for dead.
     """
 
-    every_s: float = 5.0
-    timeout_s: float = 10.0
+    every_s: float = 2.0
+    timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         for field in ("every_s", "timeout_s"):
@@ -46,9 +48,11 @@ class Keepalive:
 Options = list[tuple[str, int | str]]
 
 
-def server_options(keepalive: Keepalive) -> Options:
-    """Settings of the global server."""
-    return [
+def make_server(
+    listen: str, credentials: grpc.ServerCredentials | None, keepalive: Keepalive, handlers: dict[str, Any]
+) -> tuple[Any, int]:
+    """A gRPC server that listens, and its port, which the system chooses for port 0."""
+    options: Options = [
         *_options(keepalive),
         # Two servers on one port would each get some of the lanes.
         ("grpc.so_reuseport", 0),
@@ -56,12 +60,24 @@ def server_options(keepalive: Keepalive) -> Options:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
         ("grpc.http2.max_ping_strikes", 0),
     ]
+    server = grpc.server(_DaemonThreads(), options=options)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    try:
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
+    except RuntimeError:
+        raise LinkError(f"cannot listen on {listen}; is another server there, or is the address not ours?") from None
+    return server, int(port)
 
 
-def channel_options(keepalive: Keepalive, lane: int, server_name_override: str | None) -> Options:
-    """Settings of one of a site's channels; each has a connection of its own."""
-    named: Options = [("grpc.ssl_target_name_override", server_name_override)] if server_name_override else []
-    return [
+def make_channel(
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    keepalive: Keepalive,
+    lane: int,
+    server_name_override: str | None,
+) -> Any:
+    """One of a site's channels; each has a connection of its own."""
+    options: Options = [
         *_options(keepalive),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.channel_id", lane),
@@ -71,8 +87,12 @@ def channel_options(keepalive: Keepalive, lane: int, server_name_override: str |
         ("grpc.enable_retries", 0),
         # What the program does must not depend on an environment variable.
         ("grpc.enable_http_proxy", 0),
-        *named,
     ]
+    if server_name_override is not None:
+        options.append(("grpc.ssl_target_name_override", server_name_override))
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)
 
 
 def _options(keepalive: Keepalive) -> Options:
@@ -86,11 +106,10 @@ def _options(keepalive: Keepalive) -> Options:
     ]
 
 
-class DaemonThreads(futures.Executor):
+class _DaemonThreads(futures.Executor):
     """A daemon thread a call: calls last as long as lanes do, and must not keep the interpreter alive."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """Run it now."""
         future: futures.Future[Any] = futures.Future()
 
         def run() -> None:

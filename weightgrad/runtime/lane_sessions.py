@@ -16,6 +16,7 @@ from cryptography import x509
 
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, SpecError, WeightGradError
 from weightgrad.runtime.conversation import Conversation, Lane, Traffic
+from weightgrad.runtime.incoming import check_room
 from weightgrad.runtime.lane_buffers import Buffers
 from weightgrad.runtime.lane_service import INCARNATION_KEY, PROTOCOL, PROTOCOL_KEY, SITE_KEY, Keepalive
 
@@ -29,8 +30,8 @@ class LaneLimits:
 
     max_message: int = 1 << 30
     max_buffered: int = (1 << 30) + (64 << 20)
-    messages_per_s: float = 500.0
-    burst: int = 2000  # messages that may come at once after a quiet time
+    messages_per_s: float = 2000.0
+    burst: int = 10_000  # messages that may come at once after a quiet time
     lane_bytes: int = 4 << 20  # sent on one lane and not acknowledged
     keep_bytes: int = 512 << 20  # memory kept for messages to come, all sites together
     lost_after_s: float = 5.0
@@ -38,7 +39,8 @@ class LaneLimits:
     keepalive: Keepalive = field(default_factory=Keepalive)
 
     def __post_init__(self) -> None:
-        for name in ("max_message", "max_buffered", "messages_per_s", "burst", "lane_bytes"):
+        check_room(self.max_message, self.max_buffered)
+        for name in ("messages_per_s", "burst", "lane_bytes"):
             if not getattr(self, name) > 0:
                 raise SpecError(f"LaneLimits.{name} is {getattr(self, name)!r}; it must be positive")
         for name in ("lost_after_s", "recheck_s", "keep_bytes"):

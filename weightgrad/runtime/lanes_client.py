@@ -23,6 +23,7 @@ import grpc
 from weightgrad.errors import LinkError, RefusedError, SpecError, WeightGradError
 from weightgrad.runtime.chunks import Data
 from weightgrad.runtime.conversation import Conversation, Traffic
+from weightgrad.runtime.incoming import check_room
 from weightgrad.runtime.lane_buffers import Buffers
 from weightgrad.runtime.lane_service import (
     ENTER,
@@ -35,7 +36,7 @@ from weightgrad.runtime.lane_service import (
     SESSION_KEY,
     SITE_KEY,
     Keepalive,
-    channel_options,
+    make_channel,
 )
 
 CONNECTED, LOST, GONE, REFUSED = "connected", "lost", "gone", "refused"
@@ -96,6 +97,7 @@ class LanesClient:
     ) -> None:
         if not 1 <= lanes <= MAX_LANES:
             raise SpecError(f"lanes is {lanes}; it must be 1 to {MAX_LANES}")
+        check_room(max_message, max_buffered)
         self.address, self._site, self._lanes = address, site, lanes
         self._metadata: tuple[tuple[str, str], ...] = (
             (SITE_KEY, quote(site, safe="")),
@@ -116,13 +118,10 @@ class LanesClient:
         self._events: list[str] = []
         self._happened = 0
         self._session: _Session | None = None
-        self._channels: list[Any] = []
-        for lane in range(lanes):
-            options = channel_options(keepalive or Keepalive(), lane, server_name_override)
-            if credentials is None:
-                self._channels.append(grpc.insecure_channel(address, options))
-            else:
-                self._channels.append(grpc.secure_channel(address, credentials, options))
+        self._channels = [
+            make_channel(address, credentials, keepalive or Keepalive(), lane, server_name_override)
+            for lane in range(lanes)
+        ]
         self._closed = False
 
     def enter(self, request: bytes, timeout: float) -> bytes:
@@ -130,6 +129,8 @@ class LanesClient:
 
         RefusedError has the server's words. LinkError: nobody answered within `timeout` seconds.
         """
+        if self._closed:
+            raise LinkError(f"this line to {self.address} was closed; make a new one")
         self._end_session()
         ask = self._channels[0].unary_unary(ENTER)
         until, retry = time.monotonic() + timeout, _FIRST_RETRY_S

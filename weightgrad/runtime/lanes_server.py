@@ -26,7 +26,7 @@ from weightgrad.errors import LinkError, ProtocolError, RefusedError, WeightGrad
 from weightgrad.runtime.chunks import Data
 from weightgrad.runtime.conversation import Lane, Traffic
 from weightgrad.runtime.lane_buffers import Buffers
-from weightgrad.runtime.lane_service import LANE_KEY, MAX_LANES, SERVICE, SESSION_KEY, DaemonThreads, server_options
+from weightgrad.runtime.lane_service import LANE_KEY, MAX_LANES, SESSION_KEY, make_server
 from weightgrad.runtime.lane_sessions import Ending, Entry, LaneLimits, Session, SessionView, SiteRecord, read_entry
 
 __all__ = ["Entry", "LaneLimits", "LanesServer", "SessionView"]
@@ -71,21 +71,11 @@ class LanesServer:
         self._sites: dict[str, SiteRecord] = {}
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._keep_watch, name="lanes-watch", daemon=True)
-        self._server = grpc.server(DaemonThreads(), options=server_options(self.limits.keepalive))
         handlers = {
             "Enter": grpc.unary_unary_rpc_method_handler(self._answer_enter),
             "Lane": grpc.stream_stream_rpc_method_handler(self._answer_lane),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        try:
-            if credentials is None:
-                self.port: int = self._server.add_insecure_port(listen)
-            else:
-                self.port = self._server.add_secure_port(listen, credentials)
-        except RuntimeError:
-            raise LinkError(
-                f"cannot listen on {listen}; is another server there, or is the address not ours?"
-            ) from None
+        self._server, self.port = make_server(listen, credentials, self.limits.keepalive, handlers)
 
     def start(self) -> None:
         """Answer calls from now on."""
@@ -255,17 +245,19 @@ class LanesServer:
             del message  # so that its memory can be used again while we wait
         self._tell_lost(session)
 
-    def _tell_lost(self, session: Session) -> None:
-        with session.record.gate:
+    def _tell_lost(self, session: Session, *, wait: bool = True) -> None:
+        if not session.record.gate.acquire(blocking=wait):
+            return
+        try:
             with self._lock:
                 current = self._sessions.get(session.site, session)
-            if self._stopping.is_set() or session.told_lost or current is not session:
-                return
-            session.told_lost = True
-            try:
+            if current is session and not session.told_lost and not self._stopping.is_set():
+                session.told_lost = True
                 self._on_lost(session.site)
-            except Exception:
-                log.exception("telling that %s is lost failed", session.site)
+        except Exception:
+            log.exception("telling that %s is lost failed", session.site)
+        finally:
+            session.record.gate.release()
 
     def _end(self, session: Session, ending: Ending, *, drop: bool = True) -> None:
         if ending.code not in (grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND):
@@ -289,7 +281,7 @@ class LanesServer:
                 if session.talk.lanes:
                     session.told_lost = False
                 elif now - session.talk.alone_since >= self.limits.lost_after_s:
-                    self._tell_lost(session)
+                    self._tell_lost(session, wait=False)
             if now - checked >= self.limits.recheck_s:
                 checked = now
                 for session in sessions:

@@ -184,7 +184,8 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _state_names(optimizer: Optimizer) -> tuple[str, ...]:
     (kind,) = [kind for kind in _KINDS.values() if kind.make is type(optimizer)]
-    if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
         return ()
-    extra = ("max_exp_avg_sq",) if optimizer.defaults.get("amsgrad") else ()
+    extra = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
     return kind.state + extra

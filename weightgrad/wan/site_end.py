@@ -70,6 +70,7 @@ class SiteEnd:
         self._inbox: dict[int, Answer] = {}
         self._round = 0  # the last round pushed for, or known to be over
         self._pushed = 0  # the last round pushed for
+        self._again_until = 0  # pushes up to this one are known to the server, and made again after a restart
         self._sent_step = 0  # when something was last sent
         self._called = 0
         self._heard = 0.0
@@ -125,6 +126,8 @@ class SiteEnd:
         applied = []
         while (answer := self._inbox.get(self.base.version + 1)) is not None:
             own = answer.taken.get(self.name)
+            if own is not None and self._pushed < own <= self._again_until:
+                break  # it answers a push that is about to be made again
             if own is not None and self.plan.overlap and not self._finishing:
                 due = next((f.push.step for f in self._flights if f.push.round == own), self.step)
                 if self.step < due + self.plan.overlap:
@@ -277,6 +280,8 @@ class SiteEnd:
             # what it has forgotten since its state was written; the server has those pushes, and drops them.
             self.step = max(self.step, welcome.step) if not self._finishing else self.step
             self._round = max(self._round, welcome.round - 1)
+        else:
+            self._again_until = welcome.pushed
         again = [f for f in self._flights if f.push.round > welcome.taken]
         for flight in again:
             flight.sent_at = now
