@@ -7,6 +7,8 @@ parallelism) are gathered and cut again, which all ranks must do together. Froze
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weightgrad.errors import StrategyError
+from weightgrad.runtime.lan import Lan
 from weightgrad.site.layout import Layout
 
 
@@ -72,6 +75,47 @@ class Bridge:
         """As after zero_grad()."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class StagedBridge(Bridge):
+    """A model cut by layers: every rank has parameters of its own; the vector is one rank after the other."""
+
+    def __init__(self, module: nn.Module, lan: Lan) -> None:
+        super().__init__(module)
+        self._lan, self._own = lan, self.layout
+        mine = json.dumps([[slot.name, list(slot.shape)] for slot in self.layout.slots]).encode()
+        told = lan.exchange(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        each = [json.loads(bytes(blob.numpy())) for blob in told]
+        self.layout = Layout.of_shapes(
+            (f"stage {rank}.{name}", tuple(shape)) for rank, stage in enumerate(each) for name, shape in stage
+        )
+        sizes = [sum(math.prod(shape) for _, shape in stage) for stage in each]
+        self._at = sum(sizes[: lan.rank])
+        self.partitioned = True
+        self._views = False
+
+    def _part(self, flat: Tensor) -> Tensor:
+        return flat[self._at : self._at + self._own.numel]
+
+    def _all(self, own: Tensor, out: Tensor) -> None:
+        torch.cat([blob.view(torch.float32) for blob in self._lan.exchange(own.view(torch.uint8))], out=out)
+
+    @torch.no_grad()
+    def read_weights(self, out: Tensor) -> None:
+        """Every rank's own, put together."""
+        self._all(torch.cat([_whole(p).flatten().float().cpu() for p in self.parameters]), out)
+
+    @torch.no_grad()
+    def write_weights(self, flat: Tensor) -> None:
+        """This rank's part into its module."""
+        for view, parameter in zip(self._own.views(self._part(flat)), self.parameters, strict=True):
+            _put(parameter, view)
+
+    @torch.no_grad()
+    def read_gradient(self, out: Tensor) -> None:
+        """Every rank's own, put together."""
+        zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        self._all(torch.cat([_whole(gradient).flatten().float().cpu() for gradient in zeros]), out)
 
 
 class UserMover:

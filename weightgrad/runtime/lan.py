@@ -23,7 +23,7 @@ class Lan:
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 1800.0) -> None:
         if group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            _gather(backend, timedelta(seconds=timeout))
         self._here = dist.is_available() and dist.is_initialized()
         self._group = group
         self.rank: int = dist.get_rank(group) if self._here else 0
@@ -112,6 +112,19 @@ class Lan:
     def _all_to_all(self, out: Tensor, given: Tensor, incoming: list[int], outgoing: list[int]) -> None:
         dist.all_to_all_single(out, given.contiguous(), incoming, outgoing, group=self._group)
         self.sent_bytes += (given.numel() - outgoing[self.rank]) * given.element_size()
+
+
+def _gather(backend: str, timeout: timedelta) -> None:
+    """Meet the other ranks. Under torchrun, where no rank of an earlier life can be met."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    life = f"weightgrad/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    met = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(life, met)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _speaks_cpu(group: dist.ProcessGroup | None) -> bool:

@@ -69,7 +69,9 @@ class FieldServer:
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
         self.core: GlobalServer | None = None
-        self._inbox: queue.SimpleQueue[tuple[str, bytes | memoryview]] = queue.SimpleQueue()
+        self._inbox: queue.Queue[tuple[str, bytes | memoryview]] = queue.Queue(
+            maxsize=256
+        )  # full: sites are made to wait
         self._early: list[Message] = []  # came before there was a base
         self._opened: dict[int, float] = {}
         self._began = time.monotonic()

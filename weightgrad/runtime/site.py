@@ -26,7 +26,7 @@ from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
 from weightgrad.runtime.admission import Admission, Ask, read_admission
-from weightgrad.runtime.bridge import Bridge
+from weightgrad.runtime.bridge import Bridge, StagedBridge
 from weightgrad.runtime.credentials import Credentials
 from weightgrad.runtime.crew import Crew
 from weightgrad.runtime.lan import Lan
@@ -111,6 +111,7 @@ class Site:
         *,
         samples: int = 1,
         buffers: str = "site",
+        stages: bool = False,
         **changes: Any,
     ) -> tuple[Model, Stepper]:
         """Bind model and optimizer to the run, and return them.
@@ -118,11 +119,12 @@ class Site:
         `strategy` must be that of the server (with the same changes to its row); None takes the server's. `samples`
         is how much this site's updates weigh: what it looks at in a step. `buffers`, such as the running statistics
         of batch norm, are averaged over the workers of a site after every round ("site"), or left to each ("local");
-        they do not travel between sites.
+        they do not travel between sites. `stages` says that the model is cut by layers, so that every rank has
+        parameters of its own (torch.distributed.pipelining); FSDP2 and tensor parallelism are seen by themselves.
         """
         if buffers not in ("site", "local"):
             raise StrategyError(f'buffers = {buffers!r}; it is "site" or "local"')
-        self._bridge = Bridge(model)
+        self._bridge = StagedBridge(model, self.lan) if stages else Bridge(model)
         self._optimizer = optimizer
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers == "site" else []
         row = strategies.find(strategy, changes) if isinstance(strategy, str) else strategy
@@ -280,9 +282,9 @@ class Site:
                 self._save_rank()
             self._wan.send([Leave(self.name)])
             self._weights.copy_(self._end.base.vector)
-            self._wan.close()
             if self.ledger is not None:
                 self._write_end()
+            self._wan.close()
         self._left = True
         self._spread(True)
         self._bridge.write_weights(self._weights)
@@ -299,6 +301,7 @@ class Site:
             up_bytes=self._wan.up_bytes,
             down_bytes=self._wan.down_bytes,
             lan_bytes=self.lan.sent_bytes,
+            socket_bytes=self._wan.socket_bytes(),
         )
         self.ledger.close()
 

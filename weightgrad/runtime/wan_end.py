@@ -15,6 +15,7 @@ from weightgrad.errors import LinkError, RefusedError
 from weightgrad.ledger import Ledger
 from weightgrad.runtime.admission import Admission, Ask, read_admission
 from weightgrad.runtime.lanes_client import LanesClient
+from weightgrad.runtime.socket_bytes import SocketBytes
 from weightgrad.wan.message_bytes import pack, unpack
 from weightgrad.wan.messages import Message, Plant, Push
 from weightgrad.wan.site_end import SiteEnd
@@ -33,6 +34,10 @@ class WanEnd:
         self.waited = 0.0
         self.up_bytes = self.down_bytes = 0
         self._began = time.monotonic()
+        self._sockets = SocketBytes(int(client.address.rsplit(":", 1)[1]), side="client")
+        self._sampled = 0.0
+        if self._sockets.why_not is not None:
+            log.info("%s: bytes on the socket are not counted: %s", ask.site, self._sockets.why_not)
 
     @property
     def now(self) -> float:
@@ -81,6 +86,9 @@ class WanEnd:
         """Take what has come; whether anything had."""
         end = self._end
         assert end is not None
+        if self.now - self._sampled > 2.0:
+            self._sampled = self.now
+            self._sockets.sample()
         self._look_at_line(end)
         data = self._client.receive(timeout)
         found = data is not None
@@ -121,6 +129,12 @@ class WanEnd:
             if self._ledger is not None:
                 self._ledger.write("wait", self.now, step=end.step, seconds=round(seconds, 6), why=first)
         return moved
+
+    def socket_bytes(self) -> dict[str, int] | None:
+        """Bytes that crossed the sockets to the server, TLS and gRPC included; None where they cannot be counted."""
+        self._sockets.sample()
+        found = self._sockets.total()
+        return None if found is None else {"sent": found.sent, "received": found.received}
 
     def close(self) -> None:
         """Everything said has been heard; hang up."""
