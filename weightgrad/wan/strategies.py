@@ -270,14 +270,16 @@ TABLE = _table(
     ),
     Strategy(
         name="onebit",
-        about="one-bit SGD: column means of both signs, error feedback, both ways",
+        about="one-bit SGD: column means of both signs, momentum inside the error feedback, both ways",
+        correction=0.9,
         up="onebit()",
         down="onebit()",
         per="tensor",
     ),
     Strategy(
         name="adaptive",
-        about="Dryden: the largest 1/64 by column means, error feedback, both ways",
+        about="Dryden: the largest 1/64 by column means, momentum inside the error feedback, both ways",
+        correction=0.9,
         up="adaptive(pi=64)",
         down="adaptive(pi=32)",
         per="tensor",

@@ -1,0 +1,88 @@
+"""Tensor parallelism: a layer's columns, and the next one's rows, are dealt among the workers of a site.
+
+torchrun --nproc-per-node 2 examples/tensor_parallel.py --server 127.0.0.1:7443 --site east --insecure
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import weightgrad as wg
+from weightgrad.train import datasets
+
+
+def arguments() -> argparse.Namespace:
+    """What this worker is told."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", default="127.0.0.1:7443", help="HOST:PORT of `weightgrad serve`")
+    parser.add_argument("--site", required=True, help="a name in the server's recipe, such as east")
+    parser.add_argument("--credentials", help="directory of certificates, made by `weightgrad certs init`")
+    parser.add_argument("--insecure", action="store_true", help="no certificates; for a server on this machine")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=64, help="images a site and step")
+    return parser.parse_args()
+
+
+class Net(nn.Module):
+    """A wide layer between two narrow ones, and a norm that every worker has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(64, 256)
+        self.narrow = nn.Linear(256, 64)
+        self.norm = nn.LayerNorm(64)
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores (n, 10) of images (n, 1, 8, 8)."""
+        x = images.flatten(1)
+        scores: Tensor = self.last(self.norm(x + self.narrow(torch.relu(self.widen(x)))))
+        return scores
+
+
+def digest(model: nn.Module) -> str:
+    """The parameters in one word: the one that the server writes after each round. All workers must ask."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    flat = torch.cat([parameter.detach().flatten() for parameter in whole])
+    return xxhash.xxh3_64_hexdigest(flat.numpy().tobytes())
+
+
+def main() -> None:
+    """Train as one worker of a site."""
+    args = arguments()
+    torch.set_num_threads(1)
+    site = wg.join(args.server, site=args.site, credentials=args.credentials, insecure=args.insecure)
+    mesh = init_device_mesh("cpu", (site.lan.size,))  # on GPUs "cuda"
+
+    torch.manual_seed(0)
+    plan = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
+    model = parallelize_module(Net(), mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = site.prepare(model, optimizer, samples=args.batch)
+
+    data = datasets.load("digits")
+    draw = torch.Generator().manual_seed(zlib.crc32(args.site.encode()))  # all workers see the same images
+    while site.steps < args.steps:
+        images, labels = data.train(torch.randint(data.train_count, (args.batch,), generator=draw))
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if site.lan.first and site.steps % 10 == 0:
+            print(f"{args.site}: step {site.steps}, loss {loss.item():.3f}", flush=True)
+    site.leave()
+    word = digest(model)
+    if site.lan.first:
+        print(f"base {word}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
