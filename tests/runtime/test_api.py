@@ -1,0 +1,387 @@
+"""The five lines in a user's script: real servers, real workers, the loops that people write.
+
+Run as a script, this file is one worker: `torchrun tests/runtime/test_api.py CASE --server ... --site ... --out ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weightgrad as wg
+from weightgrad import ledger
+from weightgrad.errors import StrategyError
+from weightgrad.train.launch import Processes, free_port
+
+STEPS = 6
+LIMIT = 300.0  # seconds for a whole run; a few are enough when the machine has nothing else to do
+
+RECIPE = """
+name: api
+seed: 5
+data: {{name: digits}}
+model: {{name: lenet-digits}}
+training: {{steps: 1, batch: 8, optimizer: {{name: sgd, lr: 0.1}}}}
+server: {{name: hub}}
+sites: [{sites}]
+links: [{links}]
+compute: {{seconds_per_step: 0.05}}
+strategy: {{name: {strategy}, t_global: 600}}
+"""
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+class Field:
+    """A server, and sites that run a script; all on this machine."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.address = out, f"127.0.0.1:{free_port()}"
+        (out / "logs").mkdir(parents=True)
+        self.processes = Processes(out / "logs")
+
+    def serve(self, recipe: Path, *more: str) -> None:
+        """Start `weightgrad serve`."""
+        command = [sys.executable, "-m", "weightgrad", "serve", str(recipe), "--listen", self.address]
+        command += ["--metrics", "127.0.0.1:0", "--out", str(self.out), "--until-finished", *more]
+        self.processes.start("server", command)
+
+    def site(self, name: str, ranks: int, script: Path, *more: str, log: str | None = None) -> None:
+        """Start a site: one process as it is, several under torchrun."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *(torchrun if ranks > 1 else []), str(script), *more]
+        self.processes.start(log or name, [*command, "--server", self.address, "--site", name])
+
+    def log(self, name: str) -> str:
+        """What it has said."""
+        return (self.out / "logs" / f"{name}.log").read_text(errors="replace")
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Until it has happened; AssertionError with the logs when one fails or it takes too long."""
+        limit = time.monotonic() + LIMIT
+        while not happened():
+            if (name := self.processes.failed()) is not None:
+                raise AssertionError(f"{name}: {self.processes.tail(name, 60)}")
+            assert time.monotonic() < limit, {n: self.processes.tail(n) for n in self.processes.running}
+            time.sleep(0.05)
+
+    def finish(self) -> None:
+        """Until all have ended, and well."""
+        self.until(self.processes.all_done)
+        self.until(lambda: True)
+
+    def fails(self, name: str) -> str:
+        """The log of one that must end badly."""
+        process = self.processes.running.pop(name)
+        assert process.wait(LIMIT) != 0, self.log(name)
+        return self.log(name)
+
+    @property
+    def digest(self) -> str:
+        """The server's word for its last base."""
+        rounds = [entry for entry in ledger.read(self.out / "ledger.jsonl") if entry["kind"] == "round"]
+        return str(rounds[-1]["base"])
+
+    @property
+    def base(self) -> dict[str, Tensor]:
+        """The base that the server has left."""
+        return load_file(str(self.out / "base.safetensors"))
+
+    def left(self, site: str, rank: int = 0) -> dict[str, Tensor]:
+        """What a worker of this file has left."""
+        return load_file(str(self.out / f"{site}-{rank}.safetensors"))
+
+
+@contextmanager
+def field(out: Path) -> Iterator[Field]:
+    """A field whose processes are ended with it."""
+    made = Field(out)
+    try:
+        yield made
+    finally:
+        made.processes.end()
+
+
+def recipe(out: Path, strategy: str, *sites: str) -> Path:
+    """A recipe of these sites, written down."""
+    path = out / "recipe.yaml"
+    links = ", ".join(f"{{between: [hub, {name}], bandwidth: 100 Mbit/s, delay: 1 ms}}" for name in sites)
+    path.write_text(
+        RECIPE.format(strategy=strategy, sites=", ".join(f"{{name: {n}, workers: 1}}" for n in sites), links=links)
+    )
+    return path
+
+
+def run(out: Path, case: str, strategy: str = "baseline", **sites: int) -> Field:
+    """One case of this file on these sites, each of so many ranks, from beginning to end."""
+    with field(out) as made:
+        made.serve(recipe(out, strategy, *sites), "--insecure")
+        for name, ranks in sites.items():
+            made.site(name, ranks, Path(__file__), case, "--out", str(out))
+        made.finish()
+        return made
+
+
+# -- the users' loops ----------------------------------------------------------------------------
+
+
+def batch(place: str, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    """What a worker sees in a step."""
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{place} {step} {part}".encode()))
+    x = torch.randn(8, 6, generator=draw)
+    return x, (x.sum(1) > 0).long()
+
+
+class Loop:
+    """A model, an optimizer, and a backward pass. The reference uses the same."""
+
+    prepare: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = self.build()
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02, weight_decay=0.01)
+        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+
+    def build(self) -> nn.Module:
+        """A small network."""
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def backward(self, place: str, step: int) -> None:
+        """Leave the gradients of that worker's step."""
+        x, y = batch(place, step)
+        functional.cross_entropy(self.model(x), y).backward()
+
+    def step(self) -> None:
+        """What follows backward in everybody's script."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
+
+
+class Habits(Loop):
+    """A scheduler, gradients of three passes, and clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        groups = [{"params": self.model[0].parameters()}, {"params": self.model[2].parameters(), "lr": 0.01}]  # type: ignore[index]
+        self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+
+    def backward(self, place: str, step: int) -> None:
+        for part in range(3):
+            x, y = batch(place, step, part)
+            (functional.cross_entropy(self.model(x), y) / 3).backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        assert norm > 0.1, "nothing was clipped, nothing is tested"
+
+
+class Autocast(Loop):
+    """Forward in bfloat16, parameters in float32."""
+
+    def backward(self, place: str, step: int) -> None:
+        x, y = batch(place, step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = self.model(x)
+        assert scores.dtype == torch.bfloat16
+        functional.cross_entropy(scores.float(), y).backward()
+
+
+class Frozen(Loop):
+    """The first layer is given to the optimizer, weight decay and all, but is not trained."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        return model
+
+
+class Tied(Loop):
+    """The last layer has the first one's weights."""
+
+    def build(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+        model[2].weight = model[0].weight
+        return model
+
+
+class Normed(Loop):
+    """Batch norm is the first to see the data, so that what it should remember is known."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+class Larger(Loop):
+    """Another model than the others have."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Other(Loop):
+    """The same model, another strategy."""
+
+    prepare = {"strategy": "diloco", "every": 3}  # noqa: RUF012
+
+
+LOOPS = {kind.__name__.lower(): kind for kind in (Loop, Habits, Autocast, Frozen, Tied, Normed, Larger, Other)}
+
+
+def worker() -> None:
+    """One worker of one site."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=LOOPS)
+    parser.add_argument("--server")
+    parser.add_argument("--site")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    loop = LOOPS[args.case]()
+
+    site = wg.join(args.server, site=args.site, insecure=True, patience=LIMIT)
+    options = {"buffers": "local"} if (args.case, args.site) == ("normed", "west") else loop.prepare
+    model, optimizer = site.prepare(loop.model, loop.optimizer, **options)
+    assert model is loop.model
+    assert optimizer is loop.optimizer
+    for step in range(STEPS):
+        loop.backward(f"{args.site} {site.lan.rank}", step)
+        loop.step()
+    site.leave()
+
+    if isinstance(loop, Tied):
+        assert model[0].weight is model[2].weight  # type: ignore[index]
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loop.backward(args.site, STEPS)
+    try:
+        optimizer.step()
+    except StrategyError as error:
+        print(f"after leave: {error}")
+    same = all(torch.equal(tensor, tensors[name]) for name, tensor in model.named_parameters())
+    print("nothing moved" if same else "it trained alone")
+    save_file(tensors, str(args.out / f"{args.site}-{site.lan.rank}.safetensors"))
+
+
+def reference(loop: Loop, *places: str) -> dict[str, Tensor]:
+    """Plain PyTorch: one process, one optimizer, the mean of the workers' gradients."""
+    for step in range(STEPS):
+        found = []
+        for place in places:
+            loop.model.zero_grad()
+            loop.backward(place, step)
+            found.append([parameter.grad for parameter in loop.model.parameters() if parameter.grad is not None])
+        for parameter, *gradients in zip(loop.model.parameters(), *found, strict=True):
+            parameter.grad = gradients[0] if len(places) == 1 else torch.stack(gradients).mean(0)
+        loop.step()
+    return {name: tensor.detach() for name, tensor in loop.model.named_parameters()}
+
+
+# -- the tests -----------------------------------------------------------------------------------
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)), name
+
+
+@pytest.mark.parametrize(("east", "west"), [(2, 2), (1, 1), (2, 1)])
+def test_every_worker_ends_with_the_base(east: int, west: int, tmp_path: Path) -> None:
+    ended = run(tmp_path, "loop", "weightgrad", east=east, west=west)
+    first = Loop().model.state_dict()
+    assert not any(torch.equal(tensor, first[name]) for name, tensor in ended.base.items())
+    for name, ranks in (("east", east), ("west", west)):
+        for rank in range(ranks):
+            assert_same_bits(ended.left(name, rank), ended.base)
+        assert ended.log(name).count("after leave: the site has left") == ranks
+        assert ended.log(name).count("nothing moved") == ranks
+
+
+@pytest.mark.parametrize("case", ["loop", "habits", "autocast"])
+def test_baseline_over_two_sites_is_one_optimizer_on_the_mean_gradient(case: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, case, east=1, west=1)
+    assert_same_bits(ended.left("east"), ended.left("west"))
+    expected = reference(LOOPS[case](), "east 0", "west 0")
+    for name, tensor in ended.base.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["loop", "habits", "autocast"])
+def test_baseline_of_one_site_is_plain_pytorch_bit_for_bit(case: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, case, east=1)
+    assert_same_bits(ended.left("east"), ended.base)
+    assert_same_bits(ended.base, reference(LOOPS[case](), "east 0"))
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "diloco"])
+def test_frozen_parameters_take_no_part(strategy: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, "frozen", strategy, east=1, west=1)
+    assert sorted(ended.base) == ["2.bias", "2.weight"]
+    first = Loop().model.state_dict()
+    for name in ("east", "west"):
+        left = ended.left(name)
+        assert_same_bits(
+            {n: left.pop(n) for n in ("0.weight", "0.bias")}, {n: first[n] for n in ("0.weight", "0.bias")}
+        )
+        assert_same_bits(left, ended.base)
+    assert not torch.equal(ended.base["2.weight"], first["2.weight"])
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    ended = run(tmp_path, "tied", "weightgrad", east=2, west=1)
+    assert list(ended.base) == ["0.weight"], "they travel once"
+    for left in (ended.left("east", 0), ended.left("east", 1), ended.left("west")):
+        assert_same_bits(left, {"0.weight": ended.base["0.weight"], "2.weight": ended.base["0.weight"]})
+
+
+def test_buffers_are_averaged_over_the_ranks_of_a_site_or_left_alone(tmp_path: Path) -> None:
+    ended = run(tmp_path, "normed", "baseline", east=2, west=2)  # west says buffers="local"
+
+    def seen(*places: str) -> Tensor:
+        found = torch.zeros(6)
+        for step in range(STEPS):
+            found = 0.9 * found + 0.1 * torch.stack([batch(place, step)[0].mean(0) for place in places]).mean(0)
+        return found
+
+    east, west = ([ended.left(site, rank)["0.running_mean"] for rank in (0, 1)] for site in ("east", "west"))
+    assert torch.equal(east[0], east[1])
+    torch.testing.assert_close(east[0], seen("east 0", "east 1"))
+    for rank in (0, 1):
+        torch.testing.assert_close(west[rank], seen(f"west {rank}"))
+    assert not torch.equal(west[0], west[1])
+
+
+def test_another_model_and_another_strategy_are_refused_with_the_difference(tmp_path: Path) -> None:
+    with field(tmp_path) as made:
+        made.serve(recipe(tmp_path, "baseline", "east", "west"), "--insecure")
+        made.site("east", 1, Path(__file__), "loop", "--out", str(tmp_path))
+        made.until(lambda: "planted the first base" in made.log("server"))
+        for case, ranks in (("larger", 2), ("other", 1)):
+            made.site("west", ranks, Path(__file__), case, "--out", str(tmp_path), log=case)
+        said = made.fails("larger")
+        assert "RefusedError: the model of west is not the one that is being trained" in said
+        assert "parameter 2 is 2.weight [3, 16], the others have 2.weight [2, 16]" in said
+        assert "rank 0 of this site could not join: the model of west" in said
+        said = made.fails("other")
+        assert "RefusedError: west asks for another strategy: shares is 'updates' here and 'gradients' there" in said
+        made.site("west", 1, Path(__file__), "loop", "--out", str(tmp_path))
+        made.finish()
+        assert_same_bits(made.left("east"), made.left("west"))
+
+
+if __name__ == "__main__":
+    worker()
