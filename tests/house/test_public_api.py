@@ -31,7 +31,8 @@ def test_public_things_have_a_docstring(name: str) -> None:
 
 
 def test_the_api_is_what_we_meant() -> None:
-    assert weightgrad.__all__ == ["WeightGradError", "__version__", "codecs", "errors", "kernels", "wire"]
+    modules = ["codecs", "errors", "kernels", "wire"]
+    assert sorted(weightgrad.__all__) == sorted([*modules, "Site", "WeightGradError", "__version__", "join"])
 
 
 def test_every_error_hangs_on_the_tree() -> None:

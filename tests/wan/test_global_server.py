@@ -231,6 +231,20 @@ def test_each_of_several_rounds_closed_at_once_has_its_own_digest() -> None:
     assert out.closed[0].base != out.closed[1].base == one.base.digest()
 
 
+def test_patience_grows_with_the_rounds_unless_it_is_fixed() -> None:
+    adapting, fixed = server(sites="ab", t_global="auto"), server(sites="ab", t_global=60.0)
+    for one in (adapting, fixed):
+        assert one.patience() == 60.0
+        for number in (1, 2, 3):
+            one.receive(push("a", number, noise(number)), 100.0 * number)
+            one.receive(push("b", number), 100.0 * number + 20.0)
+    assert adapting.patience() == 200.0
+    assert fixed.patience() == 60.0
+    adapting.receive(push("a", 4), 400.0)
+    assert adapting.next_wake() == 600.0
+    assert server(t_global=None).patience() is None
+
+
 def test_a_lost_site_that_pushes_is_in_again_and_told_what_it_missed() -> None:
     one = server(t_global=5.0, up="topk(0.05)", down="topk(0.02)")
     one.receive(push("a", 1, noise(1)), 0.0)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from weightgrad import units
 from weightgrad.cli import recipe_argument
 from weightgrad.errors import StrategyError
 from weightgrad.ledger import Ledger
@@ -39,6 +40,9 @@ def serve(
     out: Annotated[Path | None, typer.Option(help="Where to write ledger.jsonl and the final base.")] = None,
     until_finished: Annotated[bool, typer.Option(help="End when every site has finished.")] = False,
     insecure: Annotated[bool, typer.Option(help="No certificates and no encryption; on this machine only.")] = False,
+    max_message: Annotated[
+        str, typer.Option(help="What a site may send at once; above the size of the model.")
+    ] = "1 GB",
     refuse_norm: Annotated[
         float, typer.Option(help="Refuse updates this many times larger than any of the site's last; 0: never.")
     ] = 20.0,
@@ -62,6 +66,7 @@ def serve(
         state=state,
         out=out,
         until_finished=until_finished,
+        max_message=units.size(max_message),
         guard=Guard(factor=refuse_norm) if refuse_norm > 0 else None,
     )
     server = FieldServer(field.house(chosen), options, found, book)

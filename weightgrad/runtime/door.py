@@ -36,6 +36,7 @@ class Door:
         self.planter: str | None = None  # the site whose weights are to be the first base
         self.optimizer: dict[str, Any] | None = None
         self.planted = False
+        self.version: Callable[[], int | None] = lambda: None  # of the base, once there is one
 
     def check(self, entry: Entry) -> None:
         """The certificate is good, is not revoked, and is of the site that is named."""
@@ -71,6 +72,12 @@ class Door:
         if ask.row is not None and (found := row_difference(ask.row, row)):
             self._refused("another strategy")
             raise RefusedError(f"{ask.site} asks for another strategy: {found} on the server; make them the same")
+        if (version := self.version()) is not None and ask.version > version:
+            self._refused("a later base")
+            raise RefusedError(
+                f"{ask.site} has base version {ask.version}, the server only {version}: it was restored from an older "
+                "state. Restore the site's state of that time as well, or remove it to begin from the server's base"
+            )
         if self.layout is None:
             self._first(ask, layout, strategy)
         else:

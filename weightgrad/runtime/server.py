@@ -23,7 +23,7 @@ from weightgrad.runtime import saved
 from weightgrad.runtime.credentials import Credentials, Revoked
 from weightgrad.runtime.disk_log import DiskLog
 from weightgrad.runtime.door import Door, House
-from weightgrad.runtime.lanes_server import LanesServer
+from weightgrad.runtime.lanes_server import LaneLimits, LanesServer
 from weightgrad.runtime.metrics import Metrics
 from weightgrad.site.described import Described
 from weightgrad.site.layout import Layout
@@ -37,7 +37,6 @@ from weightgrad.wan.messages import Answer, Join, Leave, Message, Plant, Push, n
 log = logging.getLogger("weightgrad.serve")
 
 _NAME = "server"
-_STOP = ("", b"")
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class ServeOptions:
     out: Path | None = None  # where the final base goes
     until_finished: bool = False
     guard: Guard | None = None
+    max_message: int = 1 << 30  # bytes that a site may send at once
 
 
 class FieldServer:
@@ -77,6 +77,8 @@ class FieldServer:
         self._began = time.monotonic()
         self._number = 0  # of the checkpoint
         self.failed: BaseException | None = None
+        self._stopping = False
+        self.door.version = lambda: self.core.base.version if self.core is not None else None
         self._restore()
         self.lanes = LanesServer(
             options.listen,
@@ -85,6 +87,7 @@ class FieldServer:
             on_message=lambda site, data: self._inbox.put((site, data)),
             on_lost=self._lost,
             peer_check=self.door.check,
+            limits=LaneLimits(max_message=options.max_message, max_buffered=options.max_message + (64 << 20)),
         )
 
     @property
@@ -104,6 +107,9 @@ class FieldServer:
                     break
             else:
                 self._let_them_go()
+        except BaseException as error:
+            self.failed = error
+            raise
         finally:
             self.lanes.stop(2.0)
             self._write_end()
@@ -116,19 +122,19 @@ class FieldServer:
 
     def stop(self) -> None:
         """From any thread: `run` returns soon."""
-        self._inbox.put(_STOP)
+        self._stopping = True  # and no more: this may be a signal that came in the middle of anything
 
     def _turn(self) -> bool:
+        if self._stopping:
+            return False
         wake = self.core.next_wake() if self.core is not None else None
-        patience = 1.0 if wake is None else min(1.0, max(0.0, wake - self.now))
+        patience = 0.2 if wake is None else min(0.2, max(0.0, wake - self.now))
         try:
             site, data = self._inbox.get(timeout=patience)
         except queue.Empty:
             if self.core is not None and wake is not None and self.now >= wake:
                 self._act(self.core.wake(self.now))
             return True
-        if (site, data) == _STOP:
-            return False
         self._take(site, data)
         return True
 
@@ -325,7 +331,7 @@ class FieldServer:
             "version": core.base.version if core is not None else None,
             "step": core.base.step if core is not None else None,
             "waiting_for": core.waits_for() if core is not None else list(self.house.sites),
-            "connected": sorted(self.lanes.sessions()),
+            "connected": sorted(site for site, one in self.lanes.sessions().items() if one.lanes),
         }
 
     def _write_end(self) -> None:

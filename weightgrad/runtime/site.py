@@ -158,6 +158,8 @@ class Site:
             incarnation=secrets.randbits(63),
             credentials=self._credentials.for_client() if self._credentials is not None else None,
             lanes=self._lanes,
+            max_message=(room := max(1 << 30, 64 * self._bridge.layout.numel)),
+            max_buffered=room + (64 << 20),
         )
         before = saved.newest(self._state, "rank-0") if self._state is not None else None
         ask = Ask(

@@ -11,6 +11,8 @@ open are sent again by their sites.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,6 +42,8 @@ from weightgrad.wan.messages import (
 from weightgrad.wan.outbound import Outbound
 from weightgrad.wan.selectors import All, Selector, Stretch, View
 
+_ROUNDS_OF_PATIENCE = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
@@ -55,6 +59,7 @@ class ServerPlan:
     calls: bool
     t_local: float | None = None
     t_global: float | None = None
+    adapts: bool = False  # t_global is the least, and grows with the rounds
 
 
 @dataclass
@@ -122,6 +127,7 @@ class GlobalServer:
         self._log: AnswerLog = MemoryLog(4 * base.layout.numel) if log is None else log
         self._samples: int | None = None
         self._bases: dict[int, Tensor] = {}  # the last few by version, for delay compensation
+        self._lasted: deque[float] = deque(maxlen=20)  # seconds from a round's first push to its end
         self._keep_base()
 
     # -- messages in ------------------------------------------------------------------------
@@ -150,7 +156,7 @@ class GlobalServer:
             if self._plan.t_local is not None and now >= first.opened + self._plan.t_local and not first.reported:
                 first.reported = True
                 out.held_back = late
-            if self._plan.t_global is not None and now >= first.opened + self._plan.t_global:
+            if (patience := self.patience()) is not None and now >= first.opened + patience:
                 for name in late:
                     self.members.lose(name)
                 out.lost = late
@@ -165,9 +171,15 @@ class GlobalServer:
         due = []
         if self._plan.t_local is not None and not first.reported:
             due.append(first.opened + self._plan.t_local)
-        if self._plan.t_global is not None:
-            due.append(first.opened + self._plan.t_global)
+        if (patience := self.patience()) is not None:
+            due.append(first.opened + patience)
         return min(due, default=None)
+
+    def patience(self) -> float | None:
+        """Seconds after which a missing site is lost: fixed, or grown to ten times what rounds take."""
+        if self._plan.t_global is None or not self._plan.adapts or not self._lasted:
+            return self._plan.t_global
+        return max(self._plan.t_global, _ROUNDS_OF_PATIENCE * statistics.median(self._lasted))
 
     def waits_for(self) -> list[str]:
         """The sites that the oldest open round lacks."""
@@ -283,6 +295,7 @@ class GlobalServer:
         self.base.apply(answer)
         self._keep_base()
         self._round = number
+        self._lasted.append(now - current.opened)
         for name, taken in current.taken.items():
             self.members.by_name[name].taken = taken
         self._log.append(answer)

@@ -109,6 +109,11 @@ class Outbound:
         """What an unbiased codec rounded away, in systems that do not keep it."""
         noise.zero_()
 
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.held.zero_()
+        self._states = {}
+
     def state(self) -> dict[str, Tensor]:
         """Everything it remembers, as named tensors."""
         found = {"held": self.held.clone()}

@@ -72,6 +72,7 @@ class SiteEnd:
         self._pushed = 0  # the last round pushed for
         self._again_until = 0  # pushes up to this one are known to the server, and made again after a restart
         self._sent_step = 0  # when something was last sent
+        self._present: tuple[int, int] | None = None  # where the others are, once that is done
         self._called = 0
         self._heard = 0.0
         self._joined = False
@@ -135,6 +136,9 @@ class SiteEnd:
             del self._inbox[answer.version]
             self._apply(answer)
             applied.append(answer)
+        if self._present is not None and self._pushed >= self._again_until:
+            self._go_to(self._present)
+            self._present = None
         return applied
 
     def _apply(self, answer: Answer) -> None:
@@ -270,25 +274,41 @@ class SiteEnd:
 
     def _welcomed(self, welcome: Welcome, now: float) -> list[Message]:
         self._joined = True
+        left_out = welcome.round - 1 > welcome.pushed  # rounds have closed without it
         if welcome.snapshot is not None:
             self._rebase(welcome)
         for answer in welcome.answers:
             if answer.version > self.base.version:
                 self._inbox[answer.version] = answer
-        if welcome.snapshot is not None or welcome.round - 1 > welcome.pushed:
-            # Rounds went on without it: it goes on where they are. Otherwise it was waited for, and does again
-            # what it has forgotten since its state was written; the server has those pushes, and drops them.
-            self.step = max(self.step, welcome.step) if not self._finishing else self.step
-            self._round = max(self._round, welcome.round - 1)
-        else:
+        present = (welcome.step, welcome.round - 1)
+        if welcome.snapshot is None and welcome.pushed > self._pushed:
+            # Its state is older than what it has pushed. It does again what it has forgotten: the server drops
+            # the pushes it has, and the answers come when they came before. Then it goes where the others are.
             self._again_until = welcome.pushed
+            self._present = present if left_out else None
+        elif welcome.snapshot is not None or left_out:
+            self._go_to(present)
         again = [f for f in self._flights if f.push.round > welcome.taken]
         for flight in again:
             flight.sent_at = now
         return [f.push for f in again]
 
+    def _go_to(self, present: tuple[int, int]) -> None:
+        """On to the step and the round where the others are."""
+        step, number = present
+        self.step = max(self.step, step) if not self._finishing else self.step
+        self._round = max(self._round, number)
+
     def _rebase(self, welcome: Welcome) -> None:
-        """The whole base at once: everything of one's own that it lacks stays pending."""
+        """The whole base at once: everything of one's own that it lacks stays pending.
+
+        But what a state older than the last push calls pending may have left since: better lost than sent twice.
+        """
+        if welcome.pushed > self._pushed:
+            self.pending.clear()
+            self._flights = []
+            if not self.plan.shares_gradients:
+                self._mark.copy_(self.model)
         assert welcome.snapshot is not None
         fresh = None if self.plan.shares_gradients else self.model - self._mark
         self._inbox = {v: a for v, a in self._inbox.items() if v > welcome.version}

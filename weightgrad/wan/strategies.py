@@ -36,6 +36,7 @@ _PARTS = {
 }
 _CODECS = ("gradients", "weights", "up", "down", "flush")
 _SHORT = {"codec": "up", "every": "trigger"}
+_AUTO_SECONDS = 60.0
 _OF_MANY = ("sender_mean", "median", "trimmed_mean")
 
 
@@ -71,7 +72,7 @@ class Strategy:
     judge: str = "base"  # or "quantized": which weights the accuracy is of
     t: float | None = None  # stall rule: seconds without news after which no weights are released
     t_local: float | None = None  # seconds after which a missing site holds the others back
-    t_global: float | None = 60.0  # seconds after which it is lost
+    t_global: float | str | None = "auto"  # seconds after which it is lost; auto: 60, or ten rounds if those are longer
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # changes to the recipe's optimizer
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class Strategy:
         if self.serial_scale is not None:
             parts.check("strategy", "serial_scale", self.serial_scale, 1e-9, 1e6)
         for name in ("t", "t_local", "t_global"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, "auto" if name == "t_global" else None):
                 parts.check("strategy", name, getattr(self, name), 0, 1e9)
         self._fit()
 
@@ -216,7 +217,8 @@ class Strategy:
             flush=self.codec("flush"),
             calls=parts.parse("trigger", self.trigger).calls,
             t_local=self.t_local,
-            t_global=self.t_global,
+            t_global=_AUTO_SECONDS if isinstance(self.t_global, str) else self.t_global,
+            adapts=self.t_global == "auto",
         )
 
     def optimizer_with(self, options: Mapping[str, Any]) -> dict[str, Any]:
