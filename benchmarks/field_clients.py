@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import xxhash
+from field_process import cpu_seconds
 
 from weightgrad import codecs
 from weightgrad.errors import LinkError, RunError
@@ -59,7 +60,8 @@ def run(load: Load, pid: int, last: Any, told: SimpleQueue[Found]) -> None:
     """The sites of one process, each in its thread."""
     torch.set_num_threads(1)
     codec = codecs.parse(load.codec)
-    update = torch.randn(load.numel, generator=torch.Generator().manual_seed(hash(load.sites) % 2**31)) * 1e-3
+    seed = xxhash.xxh32_intdigest(load.sites[0].encode())
+    update = torch.randn(load.numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
     payload, _ = codec.encode(update, codec.init(update), 1)
     parts, first = (Part(0, payload),), torch.zeros(load.numel)
     threads = []
@@ -129,14 +131,14 @@ class _Client:
         while number < self._last.value:
             number += 1
             if leads and number == self._load.warm + 1:
-                began, cpu[0] = time.perf_counter(), _cpu_seconds(self._pid)
+                began, cpu[0] = time.perf_counter(), cpu_seconds(self._pid)
             if leads and began and time.perf_counter() - began > self._load.seconds:
                 self._last.value = number
             data = pack(Push(self._name, number, number - 1, number, number - 1, 1, parts))
             self._line.send(data)
             sent, came = len(data), self._next(Answer)
         seconds = time.perf_counter() - began
-        cpu[1] = _cpu_seconds(self._pid)
+        cpu[1] = cpu_seconds(self._pid)
         return Found(number - self._load.warm, seconds, sent, came, (cpu[0], cpu[1]))
 
     def _next(self, kind: type[Welcome] | type[Answer]) -> int:
@@ -148,9 +150,3 @@ class _Client:
         if (came := message_header.parse(data).kind) is not kind:
             raise RunError(f"wanted a {kind.__name__}, and a {came.__name__} came")
         return len(data)
-
-
-def _cpu_seconds(pid: int) -> float:
-    from field_process import cpu_seconds
-
-    return cpu_seconds(pid)

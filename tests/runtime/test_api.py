@@ -220,10 +220,34 @@ class Tied(Loop):
 
 
 class Normed(Loop):
-    """Batch norm is the first to see the data, so that what it should remember is known."""
+    """Batch norm is the first to see the data, so that what it should remember is known. West keeps its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle: Tensor | None = None
 
     def build(self) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+class Staged(Loop):
+    """Cut by layers: the second rank has more of them, and a batch norm."""
+
+    prepare = {"stages": True}  # noqa: RUF012
+
+    def build(self) -> nn.Module:
+        layers: list[nn.Module] = [nn.Linear(6, 2)]
+        return nn.Sequential(*(layers if RANK == 0 else [nn.BatchNorm1d(6), nn.Linear(6, 4), *layers[:0], nn.Linear(4, 2)]))
+
+
+class Closure(Loop):
+    """The backward pass inside the step."""
+
+    def backward(self, place: str, step: int) -> None:
+        self.inside = lambda: Loop.backward(self, place, step)
+
+    def step(self) -> None:
+        self.optimizer.step(self.inside)  # type: ignore[arg-type]
 
 
 class Larger(Loop):

@@ -40,9 +40,7 @@ def serve(
     out: Annotated[Path | None, typer.Option(help="Where to write ledger.jsonl and the final base.")] = None,
     until_finished: Annotated[bool, typer.Option(help="End when every site has finished.")] = False,
     insecure: Annotated[bool, typer.Option(help="No certificates and no encryption; on this machine only.")] = False,
-    max_message: Annotated[
-        str, typer.Option(help="What a site may send at once; above the size of the model.")
-    ] = "1 GB",
+    max_message: Annotated[str, typer.Option(help="What a site may send at once; more than the model.")] = "1 GB",
     refuse_norm: Annotated[
         float, typer.Option(help="Refuse updates this many times larger than any of the site's last; 0: never.")
     ] = 20.0,

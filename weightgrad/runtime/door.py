@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightgrad.errors import CredentialsError, RefusedError
@@ -23,6 +23,7 @@ class House:
     fit: Callable[[int], Strategy]  # the row for a model of so many parameters
     seed: int
     clip_norm: float | None = None
+    bit_s: Mapping[str, float] = field(default_factory=dict)  # what the recipe says of the sites' lines
 
 
 class Door:
@@ -90,6 +91,7 @@ class Door:
             plant=not self.planted and self.planter == ask.site,
             same_start=ask.digest == self.digest,
             clip_norm=self._house.clip_norm,
+            facts={"bit_s": self._house.bit_s.get(ask.site)},
         ).pack()
 
     def _first(self, ask: Ask, layout: Layout, strategy: Strategy) -> None:

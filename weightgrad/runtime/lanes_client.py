@@ -187,6 +187,12 @@ class LanesClient:
             raise RefusedError(session.refused)
         return message
 
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """What was sent and is not known to have arrived."""
+        session = self._session
+        return 0 if session is None else session.talk.outgoing.unacknowledged_bytes
+
     def wait_sent(self, timeout: float) -> bool:
         """Wait until the server has everything; False if that took too long or the session ended."""
         session = self._current()

@@ -78,6 +78,7 @@ class FieldServer:
         self._number = 0  # of the checkpoint
         self.failed: BaseException | None = None
         self._stopping = False
+        self._told = 0  # the last round of which was said who is behind
         self.door.version = lambda: self.core.base.version if self.core is not None else None
         self._restore()
         self.lanes = LanesServer(
@@ -132,11 +133,19 @@ class FieldServer:
         try:
             site, data = self._inbox.get(timeout=patience)
         except queue.Empty:
+            self._say_who_is_behind()
             if self.core is not None and wake is not None and self.now >= wake:
                 self._act(self.core.wake(self.now))
             return True
         self._take(site, data)
         return True
+
+    def _say_who_is_behind(self) -> None:
+        """Once a round: when it has been open for long, compared with the rounds before."""
+        if self.core is None or (late := self.core.overdue(self.now)) is None or late[0] == self._told:
+            return
+        self._told, missing = late
+        log.warning("round %d waits for %s", self._told, ", ".join(missing))
 
     def _take(self, site: str, data: bytes | memoryview) -> None:
         try:

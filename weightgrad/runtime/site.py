@@ -31,6 +31,7 @@ from weightgrad.runtime.credentials import Credentials
 from weightgrad.runtime.crew import Crew
 from weightgrad.runtime.lan import Lan
 from weightgrad.runtime.lanes_client import LanesClient
+from weightgrad.runtime.link_watch import LinkWatch
 from weightgrad.runtime.tls_check import diagnose
 from weightgrad.runtime.wan_end import WanEnd
 from weightgrad.site.described import Described
@@ -126,12 +127,18 @@ class Site:
             raise StrategyError(f'buffers = {buffers!r}; it is "site" or "local"')
         self._bridge = StagedBridge(model, self.lan) if stages else Bridge(model)
         self._optimizer = optimizer
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers == "site" else []
+        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self._averages = buffers == "site" and not stages  # other layers have other buffers
         row = strategies.find(strategy, changes) if isinstance(strategy, str) else strategy
         weights = torch.zeros(self._bridge.layout.numel)
         self._bridge.read_weights(weights)
         admission = self._enter(weights, row, samples)
         self.strategy = Strategy(**admission.row)
+        if stages and self.strategy.shares == "gradients":
+            raise StrategyError(
+                f"{self.strategy.name} shares gradients, which one optimizer steps with; a model cut by layers has one on "
+                "each rank. Take a strategy that shares updates, such as weightgrad or diloco"
+            )
         self._change_optimizer(self.strategy)
         self._begin(weights, admission, samples)
         optimizer.register_step_pre_hook(self._before_step)
@@ -201,6 +208,9 @@ class Site:
             own = derive(admission.seed, 10, admission.number)
             self._end = SiteEnd(self.name, base, strategy.for_site(), samples, own)
             self._wan.attach(self._end)
+            self._wan.watch = LinkWatch(self.name, admission.facts.get("bit_s"))
+            if kernels.status().backend != "native":
+                log.warning("%s: codecs run on their torch twins, which are slower: %s", self.name, kernels.status())
             weights = self._end.model
         self._weights = weights
         self._crew = Crew(
@@ -227,12 +237,14 @@ class Site:
 
     # -- a step -----------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del optimizer, args, kwargs
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del optimizer
         if self._crew.mover.busy:
             return
         if self._left:
             raise StrategyError("the site has left; an optimizer.step() after leave() would train alone")
+        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
+            raise StrategyError("optimizer.step(closure) would train alone; call backward() before optimizer.step()")
         gradient = self._crew.step(self.steps)
         self.steps += 1
         moved = gradient is not None
@@ -257,7 +269,7 @@ class Site:
         return moved
 
     def _average_buffers(self) -> None:
-        if self.lan.size > 1:
+        if self._averages and self.lan.size > 1:
             for buffer in self._buffers:
                 buffer.copy_(self.lan.mean(buffer.float().flatten()).view(buffer.shape))
 
@@ -289,6 +301,7 @@ class Site:
             self._wan.close()
         self._left = True
         self._spread(True)
+        self._average_buffers()
         self._bridge.write_weights(self._weights)
 
     def _write_end(self) -> None:

@@ -15,6 +15,7 @@ from weightgrad.errors import LinkError, RefusedError
 from weightgrad.ledger import Ledger
 from weightgrad.runtime.admission import Admission, Ask, read_admission
 from weightgrad.runtime.lanes_client import LanesClient
+from weightgrad.runtime.link_watch import LinkWatch
 from weightgrad.runtime.socket_bytes import SocketBytes
 from weightgrad.wan.message_bytes import pack, unpack
 from weightgrad.wan.messages import Message, Plant, Push
@@ -36,6 +37,7 @@ class WanEnd:
         self._began = time.monotonic()
         self._sockets = SocketBytes(int(client.address.rsplit(":", 1)[1]), side="client")
         self._sampled = 0.0
+        self.watch = LinkWatch(ask.site, None)
         if self._sockets.why_not is not None:
             log.info("%s: bytes on the socket are not counted: %s", ask.site, self._sockets.why_not)
 
@@ -89,6 +91,8 @@ class WanEnd:
         if self.now - self._sampled > 2.0:
             self._sampled = self.now
             self._sockets.sample()
+            if (total := self._sockets.total()) is not None:
+                self.watch.sample(self.now, total.sent, self._client.unacknowledged_bytes > 0)
         self._look_at_line(end)
         data = self._client.receive(timeout)
         found = data is not None

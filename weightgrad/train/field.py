@@ -23,6 +23,7 @@ def house(recipe: Recipe) -> House:
         fit=lambda numel: fitted_strategy(recipe, numel),
         seed=recipe.seed,
         clip_norm=recipe.training.clip_norm,
+        bit_s={end: link.bandwidth_bit_s for link in recipe.link_list for end in link.between},
     )
 
 

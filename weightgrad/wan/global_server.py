@@ -43,6 +43,7 @@ from weightgrad.wan.outbound import Outbound
 from weightgrad.wan.selectors import All, Selector, Stretch, View
 
 _ROUNDS_OF_PATIENCE = 10
+_SECONDS_TO_GRUMBLE = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,16 @@ class GlobalServer:
         if self._plan.t_global is None or not self._plan.adapts or not self._lasted:
             return self._plan.t_global
         return max(self._plan.t_global, _ROUNDS_OF_PATIENCE * statistics.median(self._lasted))
+
+    def overdue(self, now: float) -> tuple[int, list[str]] | None:
+        """The oldest open round and whom it waits for, if it has been open five times as long as rounds are."""
+        if not self._rounds:
+            return None
+        number = min(self._rounds)
+        usual = statistics.median(self._lasted) if self._lasted else 0.0
+        if now - self._rounds[number].opened < max(_SECONDS_TO_GRUMBLE, 5 * usual):
+            return None
+        return number, self.waits_for()
 
     def waits_for(self) -> list[str]:
         """The sites that the oldest open round lacks."""

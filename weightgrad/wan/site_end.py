@@ -124,7 +124,9 @@ class SiteEnd:
 
     def settle(self) -> list[Answer]:
         """Apply the answers whose turn has come, and say which."""
-        applied = []
+        applied: list[Answer] = []
+        if not self._joined:
+            return applied  # only the welcome tells whether they answer pushes that must be made again
         while (answer := self._inbox.get(self.base.version + 1)) is not None:
             own = answer.taken.get(self.name)
             if own is not None and self._pushed < own <= self._again_until:

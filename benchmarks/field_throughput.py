@@ -1,0 +1,123 @@
+"""How much a global server takes: sites on loopback with mutual TLS that push what was encoded beforehand."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import field_clients
+from field_process import Serve, peak_memory, recipe_of
+from field_sheet import Row, Sheet, parameters
+
+CODECS = ("qsgd(bits=4)", "ef(topk(0.01))")
+COLUMNS = [
+    ("codec", "codec", "{}"),
+    ("parameters", "shown", "{}"),
+    ("sites", "sites", "{:d}"),
+    ("rounds/s", "rounds_s", "{:.3g}"),
+    ("updates/s", "updates_s", "{:.3g}"),
+    ("MB/s encoded", "encoded_mb_s", "{:.3g}"),
+    ("GB/s decoded", "decoded_gb_s", "{:.3g}"),
+    ("server CPU %", "cpu_percent", "{:.0f}"),
+    ("CPU ms an update", "cpu_ms", "{:.3g}"),
+    ("peak RSS MB", "peak_mb", "{:.0f}"),
+    ("of it since it listened", "grown_mb", "{:.0f}"),
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    sites: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    numels: tuple[int, ...] = (1_000_000, 10_000_000)
+    codecs: tuple[str, ...] = CODECS
+    states: tuple[bool, ...] = (False, True)
+    seconds: float = 4.0
+    warm: int = 3
+
+
+QUICK = Plan(sites=(1, 4), numels=(200_000,), seconds=0.5)
+
+
+def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
+    """A sheet without and one with state on disk."""
+    return [_sheet(plan, state, say) for state in plan.states]
+
+
+def _sheet(plan: Plan, state: bool, say: Callable[[str], None]) -> Sheet:
+    how = "with `--state` (every round is on the disk before its answer leaves)" if state else "without `--state`"
+    sheet = Sheet(
+        "throughput-state" if state else "throughput",
+        f"What a global server takes, {how.split(' (')[0]}",
+        f"`weightgrad serve` {how}, in a process of its own with one thread for the kernels; sites on loopback, mutual "
+        "TLS, four connections each, synchronous rounds of updates that were encoded beforehand. The row is diloco with "
+        "every=1, mean, and the codec both ways; the guard is on, so every update is decoded twice. Sites share the "
+        "machine's cores with the server. Encoded: what sites send; decoded: the float32 it stands for.",
+        COLUMNS,
+    )
+    for numel in plan.numels:
+        for codec in plan.codecs:
+            for sites in plan.sites:
+                say(f"throughput: {codec}, {parameters(numel)}, {sites} sites, {'with' if state else 'no'} state")
+                sheet.rows.append(_row(plan, sites, numel, codec, state))
+    sheet.notes += _growth(sheet.rows)
+    return sheet
+
+
+def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
+    row = {"name": "diloco", "every": 1, "up": codec, "down": codec, "aggregator": "mean"}
+    recipe = recipe_of(sites, row)
+    names = [site.name for site in recipe.site_list]
+    groups = [names[start :: min(sites, os.cpu_count() or 1)] for start in range(min(sites, os.cpu_count() or 1))]
+    with tempfile.TemporaryDirectory() as directory:
+        with Serve(Path(directory), recipe, secure=True, state=state) as server:
+            assert server.certificates is not None
+            loads = [
+                field_clients.Load(
+                    server.address, server.certificates, tuple(group), names[0], numel, codec, plan.warm, plan.seconds
+                )
+                for group in groups
+            ]
+            found = field_clients.start(loads, server.pid, multiprocessing.get_context("spawn"))
+            peak, rest = peak_memory(server.pid), server.rest_bytes
+    updates, cpu = found.rounds * sites, found.cpu[1] - found.cpu[0]
+    return {
+        "codec": codec,
+        "shown": parameters(numel),
+        "numel": numel,
+        "sites": sites,
+        "state": state,
+        "rounds": found.rounds,
+        "seconds": found.seconds,
+        "push_bytes": found.push_bytes,
+        "answer_bytes": found.answer_bytes,
+        "rounds_s": found.rounds / found.seconds,
+        "updates_s": updates / found.seconds,
+        "encoded_mb_s": updates * found.push_bytes / found.seconds / 1e6,
+        "decoded_gb_s": updates * numel * 4 / found.seconds / 1e9,
+        "cpu_percent": 100 * cpu / found.seconds,
+        "cpu_ms": 1000 * cpu / updates,
+        "peak_mb": peak / 1e6,
+        "grown_mb": (peak - rest) / 1e6,
+    }
+
+
+def _growth(rows: list[Row]) -> list[str]:
+    """For each kind of update: what one more site costs the server's memory."""
+    notes = []
+    for (codec, shown), group in groupby(rows, key=lambda row: (row["codec"], row["shown"])):
+        found = list(group)
+        few, many = found[0], found[-1]
+        if many["sites"] > few["sites"]:
+            more = (many["peak_mb"] - few["peak_mb"]) / (many["sites"] - few["sites"])
+            notes.append(
+                f"{codec}, {shown}: {more:+.2f} MB of memory for each site from {few['sites']} to {many['sites']}; "
+                f"an update is {few['push_bytes'] / 1e6:.3g} MB encoded, {4 * few['numel'] / 1e6:.3g} MB decoded."
+            )
+    return notes
