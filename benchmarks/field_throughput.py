@@ -42,7 +42,7 @@ class Plan:
     warm: int = 3
 
 
-QUICK = Plan(sites=(1, 4), numels=(200_000,), seconds=0.5)
+QUICK = Plan(sites=(1, 4), numels=(200_000,), states=(True,), seconds=0.5)
 
 
 def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:

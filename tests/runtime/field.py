@@ -1,18 +1,33 @@
-"""Small recipes and whole runs of them, as real processes."""
+"""Small recipes and whole runs of them: as real processes, or a server and sites in threads."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from weightgrad.errors import WeightGradError
+from weightgrad.runtime.credentials import Credentials
+from weightgrad.runtime.server import FieldServer, ServeOptions
+from weightgrad.runtime.site import join
+from weightgrad.site import optimizers
+from weightgrad.train.field import house
 from weightgrad.train.launch import Processes, commands, free_port, prepare, standing
 from weightgrad.train.recipe import Recipe
+from weightgrad.train.run import optimizer_options, rate_of
+from weightgrad.train.task import Training
+from weightgrad.wan.base import Base
+from weightgrad.wan.global_server import GlobalServer
+from weightgrad.wan.guard import Guard
+
+PATIENCE_S = 240.0  # for a busy machine; nothing here should need it
 
 TINY = """
 name: tiny
@@ -125,3 +140,143 @@ class Rehearsal:
 
     def log(self, name: str) -> str:
         return (self.out / "logs" / f"{name}.log").read_text(errors="replace")
+
+
+class Hub:
+    """A recipe's global server in a thread of this process."""
+
+    def __init__(
+        self, recipe: Recipe, *, certs: Path | None = None, listen: str = "127.0.0.1:0", **options: Any
+    ) -> None:
+        credentials = Credentials.load(certs, server=True) if certs is not None else None
+        options = {"guard": Guard(), **options}
+        self.server = FieldServer(house(recipe), ServeOptions(listen=listen, **options), credentials)
+        self.address = f"127.0.0.1:{self.server.lanes.port}"
+        self.error: BaseException | None = None
+        self._until = time.monotonic() + PATIENCE_S
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except WeightGradError as error:
+            self.error = error
+
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """As by SIGTERM."""
+        self.server.stop()
+        self.join()
+
+    def join(self) -> None:
+        """Until it has ended by itself."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def tick(self) -> None:
+        """Wait a little for something to happen."""
+        assert self.error is None, self.error
+        assert time.monotonic() < self._until, "waited too long"
+        time.sleep(0.01)
+
+    def until(self, happened: Callable[[], object]) -> None:
+        """Wait for it."""
+        while not happened():
+            self.tick()
+
+    @property
+    def core(self) -> GlobalServer:
+        assert self.server.core is not None
+        return self.server.core
+
+    @property
+    def version(self) -> int:
+        return self.server.core.base.version if self.server.core is not None else 0
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        return self.server.metrics.registry.get_sample_value(f"weightgrad_{name}", labels) or 0.0
+
+    def refused(self, reason: str) -> float:
+        """How many connections were, for that reason."""
+        return self.counted("refused_connections_total", reason=reason)
+
+
+class Runner:
+    """A site of one worker that trains a recipe in a thread of this process, as far as it is told to."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        address: str,
+        *,
+        to: int = 10**9,
+        certs: Path | None = None,
+        module: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.name, self.limit = name, to
+        self.error: BaseException | None = None
+        self._task = Training(recipe)
+        self._task.module = module or self._task.module
+        self._recipe, self._gone = recipe, False
+        self.site = join(address, site=name, credentials=certs, insecure=certs is None, **options)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._train()
+        except WeightGradError as error:
+            self.error = error
+
+    def _train(self) -> None:
+        """As `train.field.train` does."""
+        recipe, task, site = self._recipe, self._task, self.site
+        number = [one.name for one in recipe.site_list].index(self.name)
+        chosen = recipe.training.optimizer
+        optimizer = optimizers.build(chosen.name, list(task.module.parameters()), optimizer_options(chosen))
+        site.prepare(task.module, optimizer, samples=task.samples(number))
+        rate = rate_of(recipe)
+        while site.steps < recipe.training.steps:
+            while site.steps >= self.limit and not self._gone:
+                time.sleep(0.01)
+            if self._gone:
+                return
+            step = site.steps
+            task.backward(number, 0, step)
+            optimizers.set_rate(optimizer, rate(step))
+            optimizer.step()
+        site.leave()
+
+    @property
+    def base(self) -> Base:
+        assert self.site._end is not None
+        return self.site._end.base
+
+    def vanish(self) -> None:
+        """As by kill -9: the connections are gone and nobody has said goodbye."""
+        self._gone = True
+        assert self.site._wan is not None
+        client = self.site._wan._client
+        client._closed = True
+        client._end_session()
+        for channel in client._channels:
+            channel.close()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Until it has left, or has failed."""
+        self.limit = 10**9
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error

@@ -25,7 +25,7 @@ from weightgrad import ledger
 from weightgrad.errors import StrategyError
 from weightgrad.train.launch import Processes, free_port
 
-STEPS = 6
+STEPS, MIDDLE = 6, 4
 LIMIT = 300.0  # seconds for a whole run; a few are enough when the machine has nothing else to do
 
 RECIPE = """
@@ -148,15 +148,15 @@ def batch(place: str, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
 class Loop:
     """A model, an optimizer, and a backward pass. The reference uses the same."""
 
-    prepare: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self) -> None:
+    def __init__(self, site: str = "east", rank: int = 0) -> None:
         torch.manual_seed(1)
+        self.site, self.rank = site, rank
+        self.prepare: dict[str, Any] = {}
         self.model = self.build()
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02, weight_decay=0.01)
         self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
 
-    def build(self) -> nn.Module:
+    def build(self) -> nn.Sequential:
         """A small network."""
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
 
@@ -174,11 +174,12 @@ class Loop:
 
 
 class Habits(Loop):
-    """A scheduler, gradients of three passes, and clipping."""
+    """A scheduler, two rates, gradients of three passes, and clipping."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        groups = [{"params": self.model[0].parameters()}, {"params": self.model[2].parameters(), "lr": 0.01}]  # type: ignore[index]
+    def __init__(self, site: str = "east", rank: int = 0) -> None:
+        super().__init__(site, rank)
+        first, _, last = self.model
+        groups: list[dict[str, Any]] = [{"params": first.parameters()}, {"params": last.parameters(), "lr": 0.01}]
         self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
 
@@ -204,66 +205,63 @@ class Autocast(Loop):
 class Frozen(Loop):
     """The first layer is given to the optimizer, weight decay and all, but is not trained."""
 
-    def build(self) -> nn.Module:
+    def build(self) -> nn.Sequential:
         model = super().build()
-        model[0].requires_grad_(False)  # type: ignore[index]
+        model[0].requires_grad_(False)
         return model
 
 
 class Tied(Loop):
     """The last layer has the first one's weights."""
 
-    def build(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
-        model[2].weight = model[0].weight
-        return model
+    def build(self) -> nn.Sequential:
+        first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), last)
 
 
 class Normed(Loop):
-    """Batch norm is the first to see the data, so that what it should remember is known. West keeps its own."""
+    """Batch norm is the first to see the data, so that what it should remember is known. West's are its ranks' own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle: Tensor | None = None
-
-    def build(self) -> nn.Module:
+    def build(self) -> nn.Sequential:
+        self.prepare = {"buffers": "site" if self.site == "east" else "local"}
         return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
 
 
 class Staged(Loop):
-    """Cut by layers: the second rank has more of them, and a batch norm."""
+    """Cut by layers: the second rank has more of them, and the only buffers."""
 
-    prepare = {"stages": True}  # noqa: RUF012
-
-    def build(self) -> nn.Module:
-        layers: list[nn.Module] = [nn.Linear(6, 2)]
-        return nn.Sequential(*(layers if RANK == 0 else [nn.BatchNorm1d(6), nn.Linear(6, 4), *layers[:0], nn.Linear(4, 2)]))
-
-
-class Closure(Loop):
-    """The backward pass inside the step."""
-
-    def backward(self, place: str, step: int) -> None:
-        self.inside = lambda: Loop.backward(self, place, step)
-
-    def step(self) -> None:
-        self.optimizer.step(self.inside)  # type: ignore[arg-type]
+    def build(self) -> nn.Sequential:
+        self.prepare = {"stages": True}
+        if self.rank == 0:
+            return nn.Sequential(nn.Linear(6, 2))
+        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(4, 2))
 
 
 class Larger(Loop):
     """Another model than the others have."""
 
-    def build(self) -> nn.Module:
+    def build(self) -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Other(Loop):
     """The same model, another strategy."""
 
-    prepare = {"strategy": "diloco", "every": 3}  # noqa: RUF012
+    def build(self) -> nn.Sequential:
+        self.prepare = {"strategy": "diloco", "every": 3}
+        return super().build()
 
 
-LOOPS = {kind.__name__.lower(): kind for kind in (Loop, Habits, Autocast, Frozen, Tied, Normed, Larger, Other)}
+class Closure(Loop):
+    """The backward pass inside the step."""
+
+    def step(self) -> None:
+        self.optimizer.step(lambda: 0.0)
+
+
+KINDS = (Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Other, Closure)
+LOOPS = {kind.__name__.lower(): kind for kind in KINDS}
 
 
 def worker() -> None:
@@ -275,21 +273,23 @@ def worker() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    loop = LOOPS[args.case]()
-
     site = wg.join(args.server, site=args.site, insecure=True, patience=LIMIT)
-    options = {"buffers": "local"} if (args.case, args.site) == ("normed", "west") else loop.prepare
-    model, optimizer = site.prepare(loop.model, loop.optimizer, **options)
+    loop = LOOPS[args.case](args.site, site.lan.rank)
+    model, optimizer = site.prepare(loop.model, loop.optimizer, **loop.prepare)
     assert model is loop.model
     assert optimizer is loop.optimizer
+    tensors: dict[str, Tensor] = {}
     for step in range(STEPS):
         loop.backward(f"{args.site} {site.lan.rank}", step)
         loop.step()
+        if step + 1 == MIDDLE:
+            tensors |= {f"middle.{name}": buffer.clone() for name, buffer in model.named_buffers()}
     site.leave()
 
     if isinstance(loop, Tied):
-        assert model[0].weight is model[2].weight  # type: ignore[index]
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert model[0].weight is model[2].weight
+    tensors |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, str(args.out / f"{args.site}-{site.lan.rank}.safetensors"))
     loop.backward(args.site, STEPS)
     try:
         optimizer.step()
@@ -297,7 +297,6 @@ def worker() -> None:
         print(f"after leave: {error}")
     same = all(torch.equal(tensor, tensors[name]) for name, tensor in model.named_parameters())
     print("nothing moved" if same else "it trained alone")
-    save_file(tensors, str(args.out / f"{args.site}-{site.lan.rank}.safetensors"))
 
 
 def reference(loop: Loop, *places: str) -> dict[str, Tensor]:
@@ -323,19 +322,19 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)), name
 
 
-@pytest.mark.parametrize(("east", "west"), [(2, 2), (1, 1), (2, 1)])
-def test_every_worker_ends_with_the_base(east: int, west: int, tmp_path: Path) -> None:
-    ended = run(tmp_path, "loop", "weightgrad", east=east, west=west)
+@pytest.mark.parametrize("ranks", [2, 1], ids=["torchrun", "alone"])
+def test_every_worker_ends_with_the_base(ranks: int, tmp_path: Path) -> None:
+    ended = run(tmp_path, "loop", "weightgrad", east=ranks, west=ranks)
     first = Loop().model.state_dict()
-    assert not any(torch.equal(tensor, first[name]) for name, tensor in ended.base.items())
-    for name, ranks in (("east", east), ("west", west)):
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in ended.base.items())
+    for name in ("east", "west"):
         for rank in range(ranks):
             assert_same_bits(ended.left(name, rank), ended.base)
         assert ended.log(name).count("after leave: the site has left") == ranks
         assert ended.log(name).count("nothing moved") == ranks
 
 
-@pytest.mark.parametrize("case", ["loop", "habits", "autocast"])
+@pytest.mark.parametrize("case", ["loop", "habits"])
 def test_baseline_over_two_sites_is_one_optimizer_on_the_mean_gradient(case: str, tmp_path: Path) -> None:
     ended = run(tmp_path, case, east=1, west=1)
     assert_same_bits(ended.left("east"), ended.left("west"))
@@ -356,12 +355,9 @@ def test_frozen_parameters_take_no_part(strategy: str, tmp_path: Path) -> None:
     ended = run(tmp_path, "frozen", strategy, east=1, west=1)
     assert sorted(ended.base) == ["2.bias", "2.weight"]
     first = Loop().model.state_dict()
-    for name in ("east", "west"):
-        left = ended.left(name)
-        assert_same_bits(
-            {n: left.pop(n) for n in ("0.weight", "0.bias")}, {n: first[n] for n in ("0.weight", "0.bias")}
-        )
-        assert_same_bits(left, ended.base)
+    frozen = {name: first.pop(name) for name in ("0.weight", "0.bias")}
+    for site in ("east", "west"):
+        assert_same_bits(ended.left(site), {**frozen, **ended.base})
     assert not torch.equal(ended.base["2.weight"], first["2.weight"])
 
 
@@ -373,20 +369,39 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 
 
 def test_buffers_are_averaged_over_the_ranks_of_a_site_or_left_alone(tmp_path: Path) -> None:
-    ended = run(tmp_path, "normed", "baseline", east=2, west=2)  # west says buffers="local"
+    ended = run(tmp_path, "normed", f"diloco, every: {MIDDLE}", east=2, west=2)
+    for name, steps in (("middle.0.running_mean", MIDDLE), ("0.running_mean", STEPS)):  # a round, and the last one
+        east, west = ([ended.left(site, rank)[name] for rank in (0, 1)] for site in ("east", "west"))
+        assert torch.equal(east[0], east[1])
+        torch.testing.assert_close(east[0], _running_mean(steps, "east 0", "east 1"))
+        for rank in (0, 1):
+            torch.testing.assert_close(west[rank], _running_mean(steps, f"west {rank}"))
 
-    def seen(*places: str) -> Tensor:
-        found = torch.zeros(6)
-        for step in range(STEPS):
-            found = 0.9 * found + 0.1 * torch.stack([batch(place, step)[0].mean(0) for place in places]).mean(0)
-        return found
 
-    east, west = ([ended.left(site, rank)["0.running_mean"] for rank in (0, 1)] for site in ("east", "west"))
-    assert torch.equal(east[0], east[1])
-    torch.testing.assert_close(east[0], seen("east 0", "east 1"))
-    for rank in (0, 1):
-        torch.testing.assert_close(west[rank], seen(f"west {rank}"))
-    assert not torch.equal(west[0], west[1])
+def _running_mean(steps: int, *places: str) -> Tensor:
+    found = torch.zeros(6)
+    for step in range(steps):
+        found = 0.9 * found + 0.1 * torch.stack([batch(place, step)[0].mean(0) for place in places]).mean(0)
+    return found
+
+
+def test_ranks_with_layers_of_their_own_keep_their_own_buffers(tmp_path: Path) -> None:
+    ended = run(tmp_path, "staged", "diloco, every: 4", east=2)
+    own = [ended.left("east", rank) for rank in (0, 1)]
+    parts = {f"stage {r}.{n}": t for r in (0, 1) for n, t in own[r].items() if n.endswith(("weight", "bias"))}
+    assert_same_bits(parts, ended.base)
+    torch.testing.assert_close(own[1]["0.running_mean"], _running_mean(STEPS, "east 1"))
+
+
+def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
+    with field(tmp_path) as made:
+        made.serve(recipe(tmp_path, "baseline", "east"), "--insecure")
+        for case, ranks, why in (
+            ("staged", 2, "StrategyError: baseline shares gradients, which one optimizer steps with"),
+            ("closure", 1, "StrategyError: optimizer.step(closure) would train alone"),
+        ):
+            made.site("east", ranks, Path(__file__), case, "--out", str(tmp_path), log=case)
+            assert why in made.fails(case)
 
 
 def test_another_model_and_another_strategy_are_refused_with_the_difference(tmp_path: Path) -> None:
@@ -399,9 +414,9 @@ def test_another_model_and_another_strategy_are_refused_with_the_difference(tmp_
         said = made.fails("larger")
         assert "RefusedError: the model of west is not the one that is being trained" in said
         assert "parameter 2 is 2.weight [3, 16], the others have 2.weight [2, 16]" in said
-        assert "rank 0 of this site could not join: the model of west" in said
+        assert "rank 0 of this site could not join: the model of west" in said, "the other ranks say it too"
         said = made.fails("other")
-        assert "RefusedError: west asks for another strategy: shares is 'updates' here and 'gradients' there" in said
+        assert "RefusedError: west asks for another strategy: name is 'diloco' here and 'baseline' there" in said
         made.site("west", 1, Path(__file__), "loop", "--out", str(tmp_path))
         made.finish()
         assert_same_bits(made.left("east"), made.left("west"))

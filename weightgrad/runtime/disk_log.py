@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from weightgrad.errors import WeightGradError
+from weightgrad.runtime.saved import cannot_write
 from weightgrad.wan.message_bytes import pack, unpack
 from weightgrad.wan.messages import Answer
 
@@ -28,8 +29,12 @@ class DiskLog:
         """Write the newest, remove what is too old."""
         data = pack(answer)
         temporary = self._directory / f".{answer.version}"
-        temporary.write_bytes(data)
-        os.replace(temporary, self._path(answer.version))
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, self._path(answer.version))
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise cannot_write(self._path(answer.version), error) from error
         self._sizes[answer.version] = len(data)
         while len(self._sizes) > self._least and sum(self._sizes.values()) > self._cap:
             self._remove(min(self._sizes))

@@ -1,8 +1,8 @@
 """Checkpoints: named tensors and a few facts, written whole or not at all, never pickled.
 
 A generation is one safetensors file, NAME-000000000012.safetensors, whose header carries the facts as
-JSON and a fingerprint of every tensor's bytes. The two newest are kept: should the newest be damaged, the
-one before it is there, and whoever reads says so.
+JSON, and a fingerprint of them and of every tensor's bytes. The two newest are kept: should the newest be
+damaged, the one before it is there, and whoever reads says so.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ def write(directory: Path, name: str, number: int, tensors: Mapping[str, Tensor]
     target = directory / f"{name}-{number:012d}.safetensors"
     temporary = directory / f".{target.name}.{os.getpid()}"
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    about = {"facts": json.dumps(facts, sort_keys=True), "digest": _digest(plain)}
+    words = json.dumps(facts, sort_keys=True)
+    about = {"facts": words, "digest": _digest(plain, words)}
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for torn in directory.glob(f".{name}-*.safetensors.*"):
+            torn.unlink(missing_ok=True)  # of a process that was killed while it wrote
         save_file(plain, str(temporary), metadata=about)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -52,14 +55,20 @@ def write(directory: Path, name: str, number: int, tensors: Mapping[str, Tensor]
         _sync(directory)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
-        why = "the disk is full" if full else str(error)
-        raise SavedStateError(
-            f"cannot write {target}: {why}; the state before it is kept. Make room and start the same command again"
-        ) from error
+        raise cannot_write(target, error) from error
     for old in generations(directory, name)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return target
+
+
+def cannot_write(target: Path, error: Exception) -> SavedStateError:
+    """The error that says so, and what to do."""
+    full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
+    why = "the disk is full" if full else str(error)
+    do = "Make room" if full else "Put that right"
+    return SavedStateError(
+        f"cannot write {target}: {why}; the state before it is kept. {do} and start the same command again"
+    )
 
 
 def newest(directory: Path, name: str) -> Saved | None:
@@ -73,11 +82,22 @@ def newest(directory: Path, name: str) -> Saved | None:
             continue
         return Saved(number, tensors, facts, tuple(damaged))
     if damaged:
-        raise SavedStateError(
-            f"no checkpoint in {directory} can be read: {'; '.join(damaged)}. Restore one from a backup, or remove "
-            "the directory to start from the beginning"
-        )
+        raise _lost(directory, damaged)
     return None
+
+
+def readable(directory: Path, name: str) -> tuple[list[int], list[str]]:
+    """The numbers of the generations that can be read, and what is wrong with the others."""
+    numbers: list[int] = []
+    damaged: list[str] = []
+    for path in generations(directory, name):
+        try:
+            numbers.append(_read(path)[0])
+        except SavedStateError as error:
+            damaged.append(str(error))
+    if damaged and not numbers:
+        raise _lost(directory, damaged)
+    return numbers, damaged
 
 
 def exact(directory: Path, name: str, number: int) -> Saved:
@@ -99,13 +119,20 @@ def _read(path: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
         facts = json.loads(about["facts"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise SavedStateError(f"{path.name} is damaged or no checkpoint ({error})") from error
-    if _digest(tensors) != about.get("digest"):
+    if _digest(tensors, about["facts"]) != about.get("digest"):
         raise SavedStateError(f"{path.name} is damaged: its bytes are not those that were written")
     return int(path.stem.rsplit("-", 1)[1]), tensors, facts
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    found = xxhash.xxh3_64()
+def _lost(directory: Path, damaged: list[str]) -> SavedStateError:
+    return SavedStateError(
+        f"no checkpoint in {directory} can be read: {'; '.join(damaged)}. Restore one from a backup, or remove "
+        "the directory to start from the beginning"
+    )
+
+
+def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    found = xxhash.xxh3_64(f"{facts}\n".encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

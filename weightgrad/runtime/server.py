@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from weightgrad.errors import DecodeError, FrameError, ProtocolError, SavedStateError, WeightGradError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
+from weightgrad.runtime.admission import row_difference
 from weightgrad.runtime.credentials import Credentials, Revoked
 from weightgrad.runtime.disk_log import DiskLog
 from weightgrad.runtime.door import Door, House
@@ -262,9 +264,12 @@ class FieldServer:
             log.error("%s; going on with the checkpoint before it", line)
         self.door.layout = Layout.of_shapes((name, tuple(shape)) for name, shape in found.facts["layout"])
         for name, value in self._kind_of_run(self.door.layout).items():
-            if found.facts[name] != value:
+            if (then := found.facts[name]) != value:
+                what = f"its {name} is {then}, here it is {value}"
+                if name == "row":
+                    what = f"its strategy is another, {row_difference(value, then) or 'the overlap'}"
                 raise SavedStateError(
-                    f"{self._options.state} is of another run: its {name} is {found.facts[name]}, here it is {value}; "
+                    f"{self._options.state} is of another run: {what}; "
                     "give --state another directory, or the recipe of that run"
                 )
         self.door.digest, self.door.optimizer = found.facts["digest"], found.facts["optimizer"]
@@ -344,6 +349,15 @@ class FieldServer:
         }
 
     def _write_end(self) -> None:
+        try:
+            self._write_base()
+        except (OSError, SafetensorError) as error:
+            words = saved.cannot_write(Path("base.safetensors"), error)
+            if self.failed is None:
+                raise words from error
+            log.error("%s", words)  # and the first failure is the one that is raised
+
+    def _write_base(self) -> None:
         if self.core is not None and self._options.out is not None:
             layout, vector = self.core.base.layout, self.core.base.vector
             tensors = {slot.name: slot.of(vector).clone() for slot in layout.slots}

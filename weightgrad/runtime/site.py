@@ -8,7 +8,6 @@ the optimizer's own step finds nothing left to do.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
@@ -25,8 +24,8 @@ from weightgrad.errors import RefusedError, SavedStateError, StrategyError, Weig
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
-from weightgrad.runtime.admission import Admission, Ask, read_admission
-from weightgrad.runtime.bridge import Bridge, StagedBridge
+from weightgrad.runtime.admission import Admission, Ask, read_admission, row_difference
+from weightgrad.runtime.bridge import Bridge, StagedBridge, first_difference
 from weightgrad.runtime.credentials import Credentials
 from weightgrad.runtime.crew import Crew
 from weightgrad.runtime.lan import Lan
@@ -136,8 +135,8 @@ class Site:
         self.strategy = Strategy(**admission.row)
         if stages and self.strategy.shares == "gradients":
             raise StrategyError(
-                f"{self.strategy.name} shares gradients, which one optimizer steps with; a model cut by layers has one on "
-                "each rank. Take a strategy that shares updates, such as weightgrad or diloco"
+                f"{self.strategy.name} shares gradients, which one optimizer steps with; a model cut by layers has one "
+                "on each rank. Take a strategy that shares updates, such as weightgrad or diloco"
             )
         self._change_optimizer(self.strategy)
         self._begin(weights, admission, samples)
@@ -199,6 +198,7 @@ class Site:
 
     def _begin(self, weights: Tensor, admission: Admission, samples: int) -> None:
         strategy, layout = Strategy(**admission.row), self._bridge.layout
+        self._seed = admission.seed
         key = derive(admission.seed, 11, admission.number)
         if self.lan.first:
             assert self._wan is not None
@@ -290,7 +290,8 @@ class Site:
         if self._left:
             return
         if self._end is not None and self._wan is not None:
-            self._wan.send(self._end.finish(self._wan.now))
+            if not self._end.finished:  # it is, when a site that had left is started again
+                self._wan.send(self._end.finish(self._wan.now))
             self._wan.until_free()
             if self._state is not None:
                 self._save_rank()
@@ -337,6 +338,7 @@ class Site:
             "version": self._end.base.version if self._end is not None else -1,
             "step": self.steps,
             "row": self.strategy.row() if self.strategy is not None else None,
+            "seed": self._seed,
             "layout": [[slot.name, list(slot.shape)] for slot in self._bridge.layout.slots],
         }
         saved.write(self._state, f"rank-{self.lan.rank}", self.steps, tensors, facts)
@@ -345,21 +347,18 @@ class Site:
         """Go on from the newest step that every rank has written; whether there is one."""
         if self._state is None:
             return False
-        own = [int(path.stem.rsplit("-", 1)[1]) for path in saved.generations(self._state, f"rank-{self.lan.rank}")]
+        own, damaged = saved.readable(self._state, f"rank-{self.lan.rank}")
+        for line in damaged:
+            log.error("%s: %s; going on with the checkpoint before it", self.name, line)
         blobs = self.lan.exchange(torch.tensor(own, dtype=torch.int64).view(torch.uint8))
         common = set.intersection(*(set(blob.clone().view(torch.int64).tolist()) for blob in blobs))
         if not common:
             return False
         found = saved.exact(self._state, f"rank-{self.lan.rank}", max(common))
-        mine = {
-            "row": dataclasses.asdict(self.strategy) if self.strategy is not None else None,
-            "layout": [[slot.name, list(slot.shape)] for slot in self._bridge.layout.slots],
-        }
-        for name, value in mine.items():
-            if found.facts[name] != value:
-                raise SavedStateError(
-                    f"{self._state} is of another run: its {name} differs; give state another directory, or remove it"
-                )
+        if (what := self._difference(found.facts)) is not None:
+            raise SavedStateError(
+                f"{self._state} is of another run: {what}; give state another directory, or remove it"
+            )
         if self._end is not None:
             self._end.load(_under("end.", found.tensors))
         self._crew.load(_under("crew.", found.tensors))
@@ -369,6 +368,17 @@ class Site:
         if self.lan.first:
             log.info("%s goes on from step %d", self.name, self.steps)
         return True
+
+    def _difference(self, facts: dict[str, Any]) -> str | None:
+        """What makes a saved state one of another run."""
+        assert self.strategy is not None
+        if (found := first_difference(self._bridge.layout, facts["layout"])) is not None:
+            return f"its model is another, {found}"
+        if facts["seed"] != self._seed:
+            return f"its seed is {facts['seed']}, now it is {self._seed}"
+        if facts["row"] != (row := self.strategy.row()):
+            return f"its strategy is another, {row_difference(row, facts['row']) or 'the overlap'}"
+        return None
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,126 @@
+"""Every script in examples/, as its README runs it: a server and two sites of two workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from weightgrad.runtime import issue
+from weightgrad.train import datasets
+
+from .test_api import Field, field
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+STEPS = 6
+MEAN = ("--set", "strategy.name=baseline", "--set", "strategy.shares=updates")  # SGD's updates have the mean of the
+# gradients in them, as momentum is linear: the same steps as plain baseline, taken inside the sites
+
+
+def run(out: Path, script: str, *more: str, settings: tuple[str, ...] = (), secure: bool = False) -> Field:
+    """Both sites must print the server's own word for the base."""
+    with field(out) as made:
+        trust = ["--insecure"]
+        if secure:
+            issue.create(out / "certs", ["localhost"], ["east", "west"])
+            trust = ["--credentials", str(out / "certs")]
+        made.serve(EXAMPLES / "recipe.yaml", *trust, *settings, "--set", "strategy.t_global=600")
+        for site in ("east", "west"):
+            made.site(site, 2, EXAMPLES / script, "--steps", str(STEPS), *trust, *more)
+        made.finish()
+    for site in ("east", "west"):
+        assert re.findall(r"^base (\w+)$", made.log(site), re.MULTILINE) == [made.digest], made.log(site)
+    return made
+
+
+def load(script: str) -> ModuleType:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), EXAMPLES / script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def batches(place: str, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the examples draw from digits."""
+    data = datasets.load("digits")
+    draw = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+    while True:
+        yield data.train(torch.randint(data.train_count, (size,), generator=draw))
+
+
+def assert_trained_on_the_mean(base: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, *places: str) -> None:  # fmt: skip
+    """One process that sees all the batches gets the same, but for rounding."""
+    drawn = [batches(place, 8) for place in places]
+    for _ in range(STEPS):
+        for one in drawn:
+            images, labels = next(one)
+            (functional.cross_entropy(model(images), labels) / len(drawn)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = list(model.named_parameters())
+    assert len(base) == len(wanted)
+    for name, tensor in wanted:
+        torch.testing.assert_close(base[name], tensor.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_cifar10(tmp_path: Path) -> None:
+    ended = run(tmp_path, "cifar10.py", "--data", "digits", "--batch", "4", secure=True)
+    assert "of the test images" in ended.log("west")
+
+
+def test_gpt(tmp_path: Path) -> None:
+    run(tmp_path, "gpt.py", "--data", "synthetic", "--batch", "2")
+
+
+def test_fsdp2_with_quantized_updates(tmp_path: Path) -> None:
+    ended = run(tmp_path, "fsdp2.py", "--batch", "8")
+    assert "the model is partitioned inside the site" in ended.log("east")
+
+
+def test_fsdp2_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
+    ended = run(tmp_path, "fsdp2.py", "--batch", "8", settings=("--set", "strategy=baseline"))
+    model = load("fsdp2.py").build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    assert_trained_on_the_mean(ended.base, model, optimizer, "east 0", "east 1", "west 0", "west 1")
+
+
+def test_tensor_parallel_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
+    ended = run(tmp_path, "tensor_parallel.py", "--batch", "8", settings=MEAN)
+    torch.manual_seed(0)
+    model = load("tensor_parallel.py").Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    assert_trained_on_the_mean(ended.base, model, optimizer, "east", "west")
+
+
+def test_pipeline_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
+    ended = run(tmp_path, "pipeline.py", "--batch", "8", settings=MEAN)
+    model = nn.ModuleDict({f"stage {number}": stage for number, stage in enumerate(load("pipeline.py").stages())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model.forward = lambda images: model["stage 1"](model["stage 0"](images))  # type: ignore[method-assign]
+    assert_trained_on_the_mean(ended.base, model, optimizer, "east", "west")
+
+
+def test_pipeline_every_four_steps(tmp_path: Path) -> None:
+    run(
+        tmp_path, "pipeline.py", "--batch", "8", settings=("--set", "strategy.name=diloco", "--set", "strategy.every=4")
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_it_is_short_and_the_readme_says_how_to_run_it(script: str) -> None:
+    assert len((EXAMPLES / script).read_text().splitlines()) <= 100
+    written = (EXAMPLES / "README.md").read_text()
+    for site in ("east", "west"):
+        assert re.search(rf"^torchrun --nproc-per-node 2 examples/{script} .*--site {site} ", written, re.MULTILINE)

@@ -1,0 +1,379 @@
+"""Checkpoints: whole or not there, damage is noticed, a full disk loses nothing, another run's are refused."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weightgrad.codecs import Fp32
+from weightgrad.errors import SavedStateError
+from weightgrad.runtime import saved
+from weightgrad.runtime.disk_log import DiskLog
+from weightgrad.wan.messages import Answer, Part, nbytes
+
+from .field import Hub, Runner, tiny
+
+FACTS = {"step": 10, "row": {"trigger": "every(4)"}}
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return {
+        "base": torch.randn(5, 3, generator=chance),
+        "clock": torch.tensor([seed, 2**40]),
+        "nothing": torch.zeros(0),
+        "bytes": torch.randint(0, 255, (7,), dtype=torch.uint8, generator=chance),
+        "number": torch.tensor(2.5, dtype=torch.float64),
+    }
+
+
+def assert_is(found: saved.Saved | None, number: int) -> None:
+    assert found is not None
+    assert found.number == number
+    assert found.facts == {**FACTS, "step": number}
+    wanted = tensors(number)
+    assert found.tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
+
+
+def write(directory: Path, *numbers: int) -> Path:
+    """Generations of these numbers; the path of the last."""
+    for number in numbers:
+        last = saved.write(directory, "server", number, tensors(number), {**FACTS, "step": number})
+    return last
+
+
+# -- generations --------------------------------------------------------------------------------
+
+
+def test_the_two_newest_are_kept_and_the_newest_is_read(tmp_path: Path) -> None:
+    assert saved.newest(tmp_path / "not there", "server") is None
+    for number in range(1, 6):
+        write(tmp_path / "state", number)
+        assert_is(saved.newest(tmp_path / "state", "server"), number)
+    assert sorted(os.listdir(tmp_path / "state")) == [f"server-{n:012d}.safetensors" for n in (4, 5)]
+    assert_is(saved.exact(tmp_path / "state", "server", 4), 4)
+
+
+def test_names_do_not_mix(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
+    saved.write(tmp_path, "server-1", 9, tensors(9), {})
+    saved.write(tmp_path, "rank-0", 7, tensors(7), {})
+    (tmp_path / "server-x.safetensors").write_bytes(b"")
+    assert [path.name for path in saved.generations(tmp_path, "server")] == [
+        "server-000000000002.safetensors",
+        "server-000000000003.safetensors",
+    ]
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    torn = tmp_path / ".server-000000000002.safetensors.4711"
+    torn.write_bytes(b"half of it")
+    assert_is(saved.newest(tmp_path, "server"), 1)
+    write(tmp_path, 2)
+    assert not torn.exists()
+
+
+# -- damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [0, 7, 8, 200, -1])
+def test_a_truncated_newest_is_said_and_the_one_before_it_is_used(left: int, tmp_path: Path) -> None:
+    last = write(tmp_path, 1, 2, 3)
+    last.write_bytes(last.read_bytes()[:left])
+    found = saved.newest(tmp_path, "server")
+    assert_is(found, 2)
+    assert found is not None
+    (line,) = found.damaged
+    assert line.startswith("server-000000000003.safetensors is damaged")
+    assert saved.readable(tmp_path, "server") == ([2], [line])
+    write(tmp_path, 3)
+    assert_is(saved.newest(tmp_path, "server"), 3)
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path, 10)
+    whole, chance = path.read_bytes(), random.Random(1)
+    places = [(at, 1 << chance.randrange(8)) for at in range(len(whole))]
+    for at, bit in places:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+        with pytest.raises(SavedStateError, match="damaged"):
+            saved.exact(tmp_path, "server", 10)
+
+
+def test_when_all_are_damaged_the_error_says_what_to_do(tmp_path: Path) -> None:
+    last = write(tmp_path, 1, 2)
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    last.write_bytes(data)
+    (tmp_path / "server-000000000001.safetensors").write_bytes(b"")
+    for reads in (saved.newest, saved.readable):
+        with pytest.raises(SavedStateError) as caught:
+            reads(tmp_path, "server")
+        said = str(caught.value)
+        assert f"no checkpoint in {tmp_path} can be read" in said
+        assert "server-000000000002.safetensors is damaged: its bytes are not those that were written" in said
+        assert "server-000000000001.safetensors is damaged or no checkpoint" in said
+        assert "Restore one from a backup, or remove the directory to start from the beginning" in said
+
+
+# -- a full disk --------------------------------------------------------------------------------
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["save_file", "os.fsync", "os.replace"])
+def test_a_full_disk_keeps_the_last_state_and_is_named(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"weightgrad.runtime.saved.{where}", full)
+        with pytest.raises(
+            SavedStateError, match=r"cannot write .*000003\.safetensors: the disk is full; the state bef"
+        ):
+            write(tmp_path, 3)
+    assert_is(saved.newest(tmp_path, "server"), 2)
+    assert len(os.listdir(tmp_path)) == 2, "nothing half written is left"
+    write(tmp_path, 3)
+
+
+def test_another_cause_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SavedStateError, match=r"cannot write .*Not a directory.* Put that right"):
+        write(tmp_path / "file" / "state", 1)
+
+
+TINY_DISK = """
+import sys, torch
+from pathlib import Path
+from weightgrad.errors import SavedStateError
+from weightgrad.runtime import saved
+directory = Path(sys.argv[1])
+for number in range(1, 9):
+    try:
+        saved.write(directory, "server", number, {"base": torch.full((10_000 * number,), float(number))}, {})
+    except SavedStateError as error:
+        print(error)
+        break
+found = saved.newest(directory, "server")
+print(found.number, set(found.tensors["base"].tolist()), len(list(directory.iterdir())))
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    enter = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o size=500k tiny {tmp_path} && exec "$@"', "sh"]
+    try:
+        subprocess.run([*enter, "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("a small file system cannot be mounted here")
+    ran = subprocess.run(
+        [*enter, sys.executable, "-c", TINY_DISK, str(tmp_path)], capture_output=True, text=True, timeout=240
+    )
+    said, *rest = ran.stdout.splitlines()
+    assert re.fullmatch(
+        r"cannot write .*server-00000000000\d\.safetensors: the disk is full; the state before it.*", said
+    )
+    number = int(said.split("server-")[1][:12])
+    assert rest == [f"{number - 1} {{{float(number - 1)}}} 2"]
+
+
+def test_a_server_whose_disk_is_full_ends_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = tiny("{name: diloco, every: 4, t_global: null}", workers=1, steps=24)
+    with Hub(recipe) as whole:
+        for site in [Runner(recipe, name, whole.address) for name in ("east", "west")]:
+            site.finish()
+        wanted = whole.core.base.digest()
+    out = tmp_path / "out"
+    out.mkdir()
+    hub = Hub(recipe, state=tmp_path / "state", out=out)
+    sites = [Runner(recipe, name, hub.address, to=6) for name in ("east", "west")]
+    hub.until(lambda: hub.version == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("weightgrad.runtime.saved.save_file", full)
+        patch.setattr("weightgrad.runtime.server.save_file", full)
+        for site in sites:
+            site.limit = 12
+        hub.join()
+    assert isinstance(hub.error, SavedStateError)
+    assert "the disk is full; the state before it is kept" in str(hub.error), "and not that of the last base"
+    assert "base.safetensors: the disk is full" in caplog.text
+    assert hub.server.status()["healthy"] is False
+    before = saved.newest(tmp_path / "state", "server")
+    assert before is not None
+    assert int(before.tensors["clock"][0]) == 1
+    with Hub(recipe, state=tmp_path / "state", listen=hub.address) as again:
+        for site in sites:
+            site.finish()
+        assert again.core.base.digest() == wanted
+
+
+def test_a_full_disk_of_the_answers_ends_the_server_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = DiskLog(tmp_path, 10**6)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(SavedStateError, match=r"cannot write .*000000000001\.answer: the disk is full"):
+        log.append(answer(1))
+
+
+# -- states of another run ----------------------------------------------------------------------
+
+
+def test_the_state_of_another_run_is_refused_by_the_server(tmp_path: Path) -> None:
+    strategy = "{name: diloco, every: 4, t_global: 60}"
+    with Hub(tiny(strategy, workers=1, steps=4), state=tmp_path) as hub:
+        for site in [Runner(tiny(strategy, workers=1, steps=4), name, hub.address) for name in ("east", "west")]:
+            site.finish()
+    other = tiny("{name: diloco, every: 8, t_global: 60}", workers=1)
+    with pytest.raises(
+        SavedStateError,
+        match=r"is of another run: its strategy is another, trigger is 'every\(8\)' here and 'every\(4\)'",
+    ):
+        Hub(other, state=tmp_path)
+    seeded = tiny(strategy, workers=1).model_copy(update={"seed": 4})
+    with pytest.raises(
+        SavedStateError, match=r"its seed is 3, here it is 4; give --state another directory, or the rec"
+    ):
+        Hub(seeded, state=tmp_path)
+
+
+def test_the_state_of_another_run_is_refused_by_the_site(tmp_path: Path) -> None:
+    strategy = "{name: diloco, every: 4, t_global: 60}"
+
+    def train(recipe: Any, module: torch.nn.Module | None = None) -> None:
+        with Hub(recipe) as hub:
+            sites = [
+                Runner(recipe, name, hub.address, state=tmp_path / name, checkpoint_every=2, module=module)
+                for name in ("east", "west")
+            ]
+            for site in sites:
+                site.finish()
+
+    train(tiny(strategy, workers=1, steps=4))
+    with pytest.raises(
+        SavedStateError, match=r"east is of another run: its strategy is another, trigger is 'every\(2\)'"
+    ):
+        train(tiny("{name: diloco, every: 2, t_global: 60}", workers=1, steps=8))
+    with pytest.raises(
+        SavedStateError, match=r"east is of another run: its seed is 3, now it is 4; give state another"
+    ):
+        train(tiny(strategy, workers=1, steps=8).model_copy(update={"seed": 4}))
+    with pytest.raises(
+        SavedStateError, match=r"east is of another run: its model is another, parameter 0 is 1\.weight"
+    ):
+        train(tiny(strategy, workers=1, steps=8), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(10)))
+
+
+def test_a_site_with_a_damaged_newest_state_goes_on_from_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = tiny("{name: diloco, every: 4, t_global: null}", workers=1, steps=16)
+    caplog.set_level(logging.INFO)
+    with Hub(recipe, state=tmp_path / "server") as hub:
+        east = Runner(recipe, "east", hub.address, state=tmp_path / "east", checkpoint_every=3)
+        west = Runner(recipe, "west", hub.address, to=11, state=tmp_path / "west", checkpoint_every=3)
+        hub.until(lambda: west.site.steps == 11)
+        west.vanish()
+        newest = saved.generations(tmp_path / "west", "rank-0")[-1]
+        assert newest.name == "rank-0-000000000009.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-5])
+        west = Runner(recipe, "west", hub.address, state=tmp_path / "west", checkpoint_every=3)
+        for site in (east, west):
+            site.finish()
+        assert "rank-0-000000000009.safetensors is damaged" in caplog.text
+        assert "going on with the checkpoint before it" in caplog.text
+        assert "west goes on from step 6" in caplog.text
+        assert west.base.digest() == hub.core.base.digest()
+
+
+# -- the last answers ---------------------------------------------------------------------------
+
+
+def answer(version: int, numel: int = 50) -> Answer:
+    payload, _ = Fp32().encode(torch.full((numel,), float(version)), {}, 0)
+    return Answer(version, version, 4 * version, (Part(0, payload),), {"east": version})
+
+
+def versions(log: DiskLog, since: int, now: int) -> list[int] | None:
+    found = log.since(since, now)
+    return None if found is None else [one.version for one in found]
+
+
+def test_answers_come_back_after_a_restart(tmp_path: Path) -> None:
+    log = DiskLog(tmp_path, 10**6)
+    for number in range(1, 6):
+        log.append(answer(number))
+    again = DiskLog(tmp_path, 10**6)
+    assert versions(again, 0, 5) == [1, 2, 3, 4, 5]
+    assert versions(again, 3, 5) == [4, 5]
+    assert versions(again, 5, 5) == []
+    found = again.since(4, 5)
+    assert found is not None
+    assert (found[0].round, found[0].step, found[0].taken) == (5, 20, {"east": 5})
+    out = torch.zeros(50)
+    found[0].parts[0].into(out, 0)
+    assert torch.equal(out, torch.full((50,), 5.0))
+
+
+def test_a_restart_forgets_later_answers(tmp_path: Path) -> None:
+    log = DiskLog(tmp_path, 10**6)
+    for number in range(1, 6):
+        log.append(answer(number))
+    again = DiskLog(tmp_path, 10**6)
+    again.restart(3)
+    assert versions(again, 0, 3) == [1, 2, 3]
+    assert versions(again, 3, 5) is None
+    assert sorted(os.listdir(tmp_path)) == [f"{n:012d}.answer" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "gone", "another"])
+def test_a_damaged_answer_is_none(damage: str, tmp_path: Path) -> None:
+    log = DiskLog(tmp_path, 10**6)
+    for number in (1, 2, 3):
+        log.append(answer(number))
+    path = tmp_path / "000000000002.answer"
+    data = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        flipped = bytes([data[-1] ^ 1])
+        path.write_bytes({
+            "torn": data[:-1], "flipped": data[:-1] + flipped,
+            "another": (tmp_path / "000000000003.answer").read_bytes(),
+        }[damage])  # fmt: skip
+    assert versions(log, 0, 3) is None
+    assert versions(log, 1, 3) is None
+    assert versions(log, 2, 3) == [3]
+
+
+def test_the_cap_keeps_the_newest_but_always_a_few(tmp_path: Path) -> None:
+    size = nbytes(answer(1))
+    log = DiskLog(tmp_path / "six", 6 * size)
+    few = DiskLog(tmp_path / "few", 1, least=2)
+    for number in range(1, 11):
+        log.append(answer(number))
+        few.append(answer(number))
+    assert versions(log, 4, 10) == [5, 6, 7, 8, 9, 10]
+    assert versions(log, 3, 10) is None
+    assert len(os.listdir(tmp_path / "six")) == 6
+    assert versions(few, 8, 10) == [9, 10]
+    assert len(os.listdir(tmp_path / "few")) == 2
