@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -64,6 +65,7 @@ def document(sheets: list[Sheet], arguments: argparse.Namespace) -> str:
 def main() -> None:
     """Measure, print, write."""
     arguments = read_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     torch.set_num_threads(1)
 
     def say(line: str) -> None:

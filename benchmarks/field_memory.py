@@ -35,7 +35,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
         "Memory beyond the model",
         "One site of two ranks, SGD with momentum, mutual TLS, checkpoints on both sides. Of a site: the peak of its "
         "resident memory after `prepare` less what it had before, with weights, gradients and momentum already there. "
-        "Of the server: the peak less what it had when it listened; one model of it is the base itself. × is in "
+        "Of the server: the peak less what it had when it listened; one model of it is the base itself. × is in "  # noqa: RUF001
         "models: 4 bytes times the parameters.",
         [("strategy", "strategy", "{}"), ("parameters", "shown", "{}"), ("model MB", "model_mb", "{:.0f}")]
         + [

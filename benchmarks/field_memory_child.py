@@ -1,7 +1,7 @@
 """The processes whose memory is measured: a global server, and the workers of a site. Each writes what it found.
 
-    python field_memory_child.py serve RECIPE --listen ... (as weightgrad serve)
-    torchrun ... field_memory_child.py '{"address": ...}'
+python field_memory_child.py serve RECIPE --listen ... (as weightgrad serve)
+torchrun ... field_memory_child.py '{"address": ...}'
 """
 
 from __future__ import annotations

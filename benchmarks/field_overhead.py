@@ -65,9 +65,9 @@ def _sheet(plan: Plan, ranks: int, say: Callable[[str], None]) -> Sheet:
         f"Step time against {rival}",
         "One site and a server on the same machine, without TLS, one thread a process; two copies of the model, a step "
         "of one and a step of the other in turn. The ratio is that of ten steps of each, so a round every ten steps is "
-        "in it: the median over all tens, with a bootstrap interval of it. A typical step is the median ratio of single "
-        "steps. Waiting is what a prepared step spends, on average, on answers of the server, which here has the "
-        "other cores of the machine, and a network that costs nothing.",
+        "in it: the median over all tens, with a bootstrap interval of it. A typical step is the median ratio of "
+        "single steps. Waiting is what a prepared step spends, on average, on answers of the server, which here has "
+        "the other cores of the machine, and a network that costs nothing.",
         COLUMNS,
     )
     for subject in plan.subjects:

@@ -1,6 +1,6 @@
 """One worker that trains two copies of a model in turn, step by step: as plain PyTorch or DDP, and prepared.
 
-    python field_overhead_child.py '{"address": ..., "model": "cifarnet", ...}'      alone or under torchrun
+python field_overhead_child.py '{"address": ..., "model": "cifarnet", ...}'      alone or under torchrun
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ BLOCK = 10  # steps; a round of every row here fits into it
 WARM = 2 * BLOCK
 
 
-def stepper(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[torch.optim.Optimizer, Callable[[], float]]:
+def stepper(
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]]
+) -> tuple[torch.optim.Optimizer, Callable[[], float]]:
     """An optimizer for the model, and a function that takes the next step and says its seconds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     done = 0

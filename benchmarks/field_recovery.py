@@ -82,10 +82,10 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
     sheet = Sheet(
         "recovery",
         "Time to recover",
-        f"Two sites on digits, strategy {STRATEGY}, so that every step needs the server and the other site; mutual TLS, "
-        f"state on disk, a site's every 50 steps. From the signal until every site is {FURTHER} steps further than it "
-        "ever was: steps since the site's last checkpoint are done again within that time. Imports: what one process "
-        "needs to import the program, measured by itself.",
+        f"Two sites on digits, strategy {STRATEGY}, so that every step needs the server and the other site; mutual "
+        "TLS, state on disk, a site's every 50 steps. From the signal until every site is "
+        f"{FURTHER} steps further than it ever was: steps since the site's last checkpoint are done again within that "
+        "time. Imports: what one process needs to import the program, measured by itself.",
         COLUMNS,
     )
     imports = [_imports() for _ in range(min(3, plan.times))]

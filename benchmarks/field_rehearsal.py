@@ -32,7 +32,7 @@ links:
   - {{between: [hub, east], bandwidth: 100 Mbit/s, delay: 5 ms}}
   - {{between: [hub, west], bandwidth: 50 Mbit/s, delay: 10 ms}}
 compute: {{seconds_per_step: 0.01}}
-strategy: {strategy}
+strategy: {{name: {strategy}, t_global: 3600}}
 """
 RESTARTS = "1000000"  # of torchrun; more than a soak needs
 

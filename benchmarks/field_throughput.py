@@ -56,9 +56,9 @@ def _sheet(plan: Plan, state: bool, say: Callable[[str], None]) -> Sheet:
         "throughput-state" if state else "throughput",
         f"What a global server takes, {how.split(' (')[0]}",
         f"`weightgrad serve` {how}, in a process of its own with one thread for the kernels; sites on loopback, mutual "
-        "TLS, four connections each, synchronous rounds of updates that were encoded beforehand. The row is diloco with "
-        "every=1, mean, and the codec both ways; the guard is on, so every update is decoded twice. Sites share the "
-        "machine's cores with the server. Encoded: what sites send; decoded: the float32 it stands for.",
+        "TLS, four connections each, synchronous rounds of updates that were encoded beforehand. The row is diloco "
+        "with every=1, mean, and the codec both ways; the guard is on, so every update is decoded twice. Sites share "
+        "the machine's cores with the server. Encoded: what sites send; decoded: the float32 it stands for.",
         COLUMNS,
     )
     for numel in plan.numels:
@@ -74,18 +74,20 @@ def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
     row = {"name": "diloco", "every": 1, "up": codec, "down": codec, "aggregator": "mean"}
     recipe = recipe_of(sites, row)
     names = [site.name for site in recipe.site_list]
-    groups = [names[start :: min(sites, os.cpu_count() or 1)] for start in range(min(sites, os.cpu_count() or 1))]
-    with tempfile.TemporaryDirectory() as directory:
-        with Serve(Path(directory), recipe, secure=True, state=state) as server:
-            assert server.certificates is not None
-            loads = [
-                field_clients.Load(
-                    server.address, server.certificates, tuple(group), names[0], numel, codec, plan.warm, plan.seconds
-                )
-                for group in groups
-            ]
-            found = field_clients.start(loads, server.pid, multiprocessing.get_context("spawn"))
-            peak, rest = peak_memory(server.pid), server.rest_bytes
+    count = min(sites, os.cpu_count() or 1)  # processes that play the sites
+    groups = [tuple(names[start::count]) for start in range(count)]
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Serve(Path(directory), recipe, secure=True, state=state) as server,
+    ):
+        certs = server.certificates
+        assert certs is not None
+        loads = [
+            field_clients.Load(server.address, certs, group, names[0], numel, codec, plan.warm, plan.seconds)
+            for group in groups
+        ]
+        found = field_clients.start(loads, server.pid, multiprocessing.get_context("spawn"))
+        peak, rest = peak_memory(server.pid), server.rest_bytes
     updates, cpu = found.rounds * sites, found.cpu[1] - found.cpu[0]
     return {
         "codec": codec,

@@ -1,6 +1,6 @@
 """CIFAR-10 by the usual loop: DataLoader, gradient clipping, a learning rate that falls.
 
-torchrun --nproc-per-node 2 examples/cifar10.py --server 127.0.0.1:7443 --site east --insecure
+torchrun --standalone --nproc-per-node 2 examples/cifar10.py --server 127.0.0.1:7443 --site east --insecure
 """
 
 from __future__ import annotations

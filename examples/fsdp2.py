@@ -1,6 +1,6 @@
 """FSDP2: every worker of a site keeps a part of each parameter; `fully_shard` gathers them when they are needed.
 
-torchrun --nproc-per-node 2 examples/fsdp2.py --server 127.0.0.1:7443 --site east --insecure
+torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --server 127.0.0.1:7443 --site east --insecure
 """
 
 from __future__ import annotations

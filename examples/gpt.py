@@ -1,6 +1,6 @@
 """A small GPT that learns to write: AdamW, bfloat16 autocast, gradients accumulated over a few batches.
 
-torchrun --nproc-per-node 2 examples/gpt.py --server 127.0.0.1:7443 --site east --insecure
+torchrun --standalone --nproc-per-node 2 examples/gpt.py --server 127.0.0.1:7443 --site east --insecure
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pipeline parallelism: the first worker of a site has the first layers, the second the others.
 
-torchrun --nproc-per-node 2 examples/pipeline.py --server 127.0.0.1:7443 --site east --insecure
+torchrun --standalone --nproc-per-node 2 examples/pipeline.py --server 127.0.0.1:7443 --site east --insecure
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensor parallelism: a layer's columns, and the next one's rows, are dealt among the workers of a site.
 
-torchrun --nproc-per-node 2 examples/tensor_parallel.py --server 127.0.0.1:7443 --site east --insecure
+torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --server 127.0.0.1:7443 --site east --insecure
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from weightgrad.wan.base import Base
 from weightgrad.wan.global_server import GlobalServer
 from weightgrad.wan.guard import Guard
 
-PATIENCE_S = 240.0  # for a busy machine; nothing here should need it
+PATIENCE_S = 300.0  # for a busy machine; nothing here should need it
 
 TINY = """
 name: tiny
@@ -236,6 +236,8 @@ class Runner:
             self._train()
         except WeightGradError as error:
             self.error = error
+        finally:
+            self._hang_up()
 
     def _train(self) -> None:
         """As `train.field.train` does."""
@@ -264,14 +266,19 @@ class Runner:
     def vanish(self) -> None:
         """As by kill -9: the connections are gone and nobody has said goodbye."""
         self._gone = True
-        assert self.site._wan is not None
-        client = self.site._wan._client
-        client._closed = True
-        client._end_session()
-        for channel in client._channels:
-            channel.close()
+        self._hang_up()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
+
+    def _hang_up(self) -> None:
+        if self.site.ledger is not None:
+            self.site.ledger.close()
+        if self.site._wan is not None:
+            client = self.site._wan._client
+            client._closed = True
+            client._end_session()
+            for channel in client._channels:
+                channel.close()
 
     def finish(self) -> None:
         """Until it has left, or has failed."""

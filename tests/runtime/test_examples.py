@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,20 +23,22 @@ from .test_api import Field, field
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 STEPS = 6
-MEAN = ("--set", "strategy.name=baseline", "--set", "strategy.shares=updates")  # SGD's updates have the mean of the
-# gradients in them, as momentum is linear: the same steps as plain baseline, taken inside the sites
+# Momentum is linear: the mean of the sites' SGD updates is an update by the mean of their gradients.
+MEAN = ("--set", "strategy.name=baseline", "--set", "strategy.shares=updates")
 
 
 def run(out: Path, script: str, *more: str, settings: tuple[str, ...] = (), secure: bool = False) -> Field:
     """Both sites must print the server's own word for the base."""
     with field(out) as made:
-        trust = ["--insecure"]
         if secure:
             issue.create(out / "certs", ["localhost"], ["east", "west"])
-            trust = ["--credentials", str(out / "certs")]
-        made.serve(EXAMPLES / "recipe.yaml", *trust, *settings, "--set", "strategy.t_global=600")
+
+        def trust(part: str) -> tuple[str, ...]:
+            return ("--credentials", str(out / "certs" / part)) if secure else ("--insecure",)
+
+        made.serve(EXAMPLES / "recipe.yaml", *trust("server"), *settings, "--set", "strategy.t_global=600")
         for site in ("east", "west"):
-            made.site(site, 2, EXAMPLES / script, "--steps", str(STEPS), *trust, *more)
+            made.site(site, 2, EXAMPLES / script, "--steps", str(STEPS), *trust(f"sites/{site}"), *more)
         made.finish()
     for site in ("east", "west"):
         assert re.findall(r"^base (\w+)$", made.log(site), re.MULTILINE) == [made.digest], made.log(site)
@@ -60,8 +63,10 @@ def batches(place: str, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield data.train(torch.randint(data.train_count, (size,), generator=draw))
 
 
-def assert_trained_on_the_mean(base: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, *places: str) -> None:  # fmt: skip
-    """One process that sees all the batches gets the same, but for rounding."""
+def assert_on_the_mean(
+    base: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, *places: str
+) -> None:
+    """One process that sees all the batches gets the same base, but for rounding."""
     drawn = [batches(place, 8) for place in places]
     for _ in range(STEPS):
         for one in drawn:
@@ -90,10 +95,10 @@ def test_fsdp2_with_quantized_updates(tmp_path: Path) -> None:
 
 
 def test_fsdp2_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
-    ended = run(tmp_path, "fsdp2.py", "--batch", "8", settings=("--set", "strategy=baseline"))
+    ended = run(tmp_path, "fsdp2.py", "--batch", "8", settings=("--set", "strategy.name=baseline"))
     model = load("fsdp2.py").build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    assert_trained_on_the_mean(ended.base, model, optimizer, "east 0", "east 1", "west 0", "west 1")
+    assert_on_the_mean(ended.base, model, optimizer, "east 0", "east 1", "west 0", "west 1")
 
 
 def test_tensor_parallel_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
@@ -101,15 +106,15 @@ def test_tensor_parallel_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -
     torch.manual_seed(0)
     model = load("tensor_parallel.py").Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    assert_trained_on_the_mean(ended.base, model, optimizer, "east", "west")
+    assert_on_the_mean(ended.base, model, optimizer, "east", "west")
 
 
 def test_pipeline_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
     ended = run(tmp_path, "pipeline.py", "--batch", "8", settings=MEAN)
-    model = nn.ModuleDict({f"stage {number}": stage for number, stage in enumerate(load("pipeline.py").stages())})
+    first, second = load("pipeline.py").stages()
+    model = nn.Sequential(OrderedDict({"stage 0": first, "stage 1": second}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model.forward = lambda images: model["stage 1"](model["stage 0"](images))  # type: ignore[method-assign]
-    assert_trained_on_the_mean(ended.base, model, optimizer, "east", "west")
+    assert_on_the_mean(ended.base, model, optimizer, "east", "west")
 
 
 def test_pipeline_every_four_steps(tmp_path: Path) -> None:
@@ -123,4 +128,6 @@ def test_it_is_short_and_the_readme_says_how_to_run_it(script: str) -> None:
     assert len((EXAMPLES / script).read_text().splitlines()) <= 100
     written = (EXAMPLES / "README.md").read_text()
     for site in ("east", "west"):
-        assert re.search(rf"^torchrun --nproc-per-node 2 examples/{script} .*--site {site} ", written, re.MULTILINE)
+        assert re.search(
+            rf"^torchrun --standalone --nproc-per-node 2 examples/{script} .*--site {site} ", written, re.MULTILINE
+        )

@@ -280,7 +280,7 @@ def test_the_state_of_another_run_is_refused_by_the_site(tmp_path: Path) -> None
     with pytest.raises(
         SavedStateError, match=r"east is of another run: its model is another, parameter 0 is 1\.weight"
     ):
-        train(tiny(strategy, workers=1, steps=8), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(10)))
+        train(tiny(strategy, workers=1, steps=8), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
 
 
 def test_a_site_with_a_damaged_newest_state_goes_on_from_the_one_before(

@@ -9,6 +9,7 @@ the optimizer's own step finds nothing left to do.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 from pathlib import Path
@@ -125,6 +126,12 @@ class Site:
         if buffers not in ("site", "local"):
             raise StrategyError(f'buffers = {buffers!r}; it is "site" or "local"')
         self._bridge = StagedBridge(model, self.lan) if stages else Bridge(model)
+        ours = {id(parameter) for parameter in self._bridge.parameters}
+        if any(p.requires_grad and id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
+            raise StrategyError(
+                "the optimizer has parameters that the model has not, and every worker would train them alone; put "
+                "them into the model, and make the optimizer after fully_shard or parallelize_module"
+            )
         self._optimizer = optimizer
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
         self._averages = buffers == "site" and not stages  # other layers have other buffers
@@ -139,6 +146,7 @@ class Site:
                 "on each rank. Take a strategy that shares updates, such as weightgrad or diloco"
             )
         self._change_optimizer(self.strategy)
+        self._told = _told(optimizer) if self.strategy.shares == "gradients" else []
         self._begin(weights, admission, samples)
         optimizer.register_step_pre_hook(self._before_step)
         return model, optimizer
@@ -245,6 +253,7 @@ class Site:
             raise StrategyError("the site has left; an optimizer.step() after leave() would train alone")
         if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             raise StrategyError("optimizer.step(closure) would train alone; call backward() before optimizer.step()")
+        self._check_optimizer()
         gradient = self._crew.step(self.steps)
         self.steps += 1
         moved = gradient is not None
@@ -260,6 +269,18 @@ class Site:
         self._bridge.drop_gradients()
         if self._state is not None and self.steps % self._every == 0:
             self._save()
+
+    def _check_optimizer(self) -> None:
+        """Replicas step with the optimizer as it was told to them; of it only the rate is told again."""
+        for told, group in zip(self._told, self._optimizer.param_groups, strict=False):
+            for name, value in told.items():
+                wanted = value * self._rate if name == "lr" else value
+                if group[name] != wanted and not (name == "lr" and math.isclose(group[name], wanted, rel_tol=1e-6)):
+                    raise StrategyError(
+                        f"{name} of the optimizer has become {group[name]} where the other sites have {wanted}: with "
+                        "shared gradients only the rate may change, of all groups alike (OneCycleLR: "
+                        "cycle_momentum=False). Or take a strategy that shares updates, such as weightgrad or diloco"
+                    )
 
     def _spread(self, moved: bool) -> bool:
         """The local server's weights to the other ranks, when the WAN has moved them."""
@@ -394,6 +415,13 @@ def _described(optimizer: Optimizer, bridge: Bridge, row: Strategy | None) -> di
         if row is None:
             return None
         raise
+
+
+def _told(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group; its rate as a share of the first one's, as `Described` has it."""
+    first = float(optimizer.param_groups[0]["lr"])
+    options = [{k: v for k, v in g.items() if k in optimizer.defaults} for g in optimizer.param_groups]
+    return [{**group, "lr": float(group["lr"]) / first if first else 1.0} for group in options]
 
 
 def _digest(weights: Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ def house(recipe: Recipe) -> House:
     """What the recipe asks of its sites."""
     return House(
         sites=tuple(site.name for site in recipe.site_list),
-        fit=lambda numel: fitted_strategy(recipe, numel),
+        fit=lru_cache(maxsize=4)(lambda numel: fitted_strategy(recipe, numel)),  # it encodes a whole model
         seed=recipe.seed,
         clip_norm=recipe.training.clip_norm,
         bit_s={end: link.bandwidth_bit_s for link in recipe.link_list for end in link.between},
