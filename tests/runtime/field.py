@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from weightgrad.errors import WeightGradError
 from weightgrad.runtime.credentials import Credentials
+from weightgrad.runtime.door import House
 from weightgrad.runtime.server import FieldServer, ServeOptions
 from weightgrad.runtime.site import join
 from weightgrad.site import optimizers
@@ -143,14 +144,15 @@ class Rehearsal:
 
 
 class Hub:
-    """A recipe's global server in a thread of this process."""
+    """A global server in a thread of this process."""
 
     def __init__(
-        self, recipe: Recipe, *, certs: Path | None = None, listen: str = "127.0.0.1:0", **options: Any
+        self, recipe: Recipe | House, *, certs: Path | None = None, listen: str = "127.0.0.1:0", **options: Any
     ) -> None:
+        asked = recipe if isinstance(recipe, House) else house(recipe)
         credentials = Credentials.load(certs, server=True) if certs is not None else None
         options = {"guard": Guard(), **options}
-        self.server = FieldServer(house(recipe), ServeOptions(listen=listen, **options), credentials)
+        self.server = FieldServer(asked, ServeOptions(listen=listen, **options), credentials)
         self.address = f"127.0.0.1:{self.server.lanes.port}"
         self.error: BaseException | None = None
         self._until = time.monotonic() + PATIENCE_S
@@ -263,6 +265,10 @@ class Runner:
         assert self.site._end is not None
         return self.site._end.base
 
+    @property
+    def version(self) -> int:
+        return self.site._end.base.version if self.site._end is not None else 0
+
     def vanish(self) -> None:
         """As by kill -9: the connections are gone and nobody has said goodbye."""
         self._gone = True
@@ -280,10 +286,13 @@ class Runner:
             for channel in client._channels:
                 channel.close()
 
-    def finish(self) -> None:
-        """Until it has left, or has failed."""
-        self.limit = 10**9
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
-        if self.error is not None:
-            raise self.error
+
+def finish(*sites: Runner) -> None:
+    """Until all have left; raises if one has failed."""
+    for site in sites:
+        site.limit = 10**9
+    for site in sites:
+        site._thread.join(PATIENCE_S)
+        assert not site._thread.is_alive(), f"{site.name} is at step {site.site.steps}"
+        if site.error is not None:
+            raise site.error

@@ -269,7 +269,7 @@ class Cycled(Loop):
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=STEPS)
 
 
-class Closure(Loop):
+class Closure(Cycled):
     """The backward pass inside the step."""
 
     def step(self) -> None:
@@ -362,6 +362,12 @@ def test_baseline_of_one_site_is_plain_pytorch_bit_for_bit(case: str, tmp_path: 
     ended = run(tmp_path, case, east=1)
     assert_same_bits(ended.left("east"), ended.base)
     assert_same_bits(ended.base, reference(LOOPS[case](), "east 0"))
+
+
+def test_the_server_steps_with_the_optimizer_as_the_row_changes_it(tmp_path: Path) -> None:
+    ended = run(tmp_path, "habits", "dgc", east=1, west=1)  # DGC takes the momentum out of the optimizer
+    for site in ("east", "west"):
+        assert_same_bits(ended.left(site), ended.base)
 
 
 @pytest.mark.parametrize("strategy", ["baseline", "diloco"])

@@ -22,7 +22,7 @@ from weightgrad.runtime import saved
 from weightgrad.runtime.disk_log import DiskLog
 from weightgrad.wan.messages import Answer, Part, nbytes
 
-from .field import Hub, Runner, tiny
+from .field import Hub, Runner, finish, tiny
 
 FACTS = {"step": 10, "row": {"trigger": "every(4)"}}
 
@@ -199,14 +199,13 @@ def test_a_server_whose_disk_is_full_ends_and_goes_on_later(
 ) -> None:
     recipe = tiny("{name: diloco, every: 4, t_global: null}", workers=1, steps=24)
     with Hub(recipe) as whole:
-        for site in [Runner(recipe, name, whole.address) for name in ("east", "west")]:
-            site.finish()
+        finish(*[Runner(recipe, name, whole.address) for name in ("east", "west")])
         wanted = whole.core.base.digest()
     out = tmp_path / "out"
     out.mkdir()
     hub = Hub(recipe, state=tmp_path / "state", out=out)
     sites = [Runner(recipe, name, hub.address, to=6) for name in ("east", "west")]
-    hub.until(lambda: hub.version == 1)
+    hub.until(lambda: all(site.version == 1 for site in sites))
     with monkeypatch.context() as patch:
         patch.setattr("weightgrad.runtime.saved.save_file", full)
         patch.setattr("weightgrad.runtime.server.save_file", full)
@@ -221,8 +220,7 @@ def test_a_server_whose_disk_is_full_ends_and_goes_on_later(
     assert before is not None
     assert int(before.tensors["clock"][0]) == 1
     with Hub(recipe, state=tmp_path / "state", listen=hub.address) as again:
-        for site in sites:
-            site.finish()
+        finish(*sites)
         assert again.core.base.digest() == wanted
 
 
@@ -241,8 +239,7 @@ def test_a_full_disk_of_the_answers_ends_the_server_with_the_cause(
 def test_the_state_of_another_run_is_refused_by_the_server(tmp_path: Path) -> None:
     strategy = "{name: diloco, every: 4, t_global: 60}"
     with Hub(tiny(strategy, workers=1, steps=4), state=tmp_path) as hub:
-        for site in [Runner(tiny(strategy, workers=1, steps=4), name, hub.address) for name in ("east", "west")]:
-            site.finish()
+        finish(*[Runner(tiny(strategy, workers=1, steps=4), name, hub.address) for name in ("east", "west")])
     other = tiny("{name: diloco, every: 8, t_global: 60}", workers=1)
     with pytest.raises(
         SavedStateError,
@@ -265,8 +262,7 @@ def test_the_state_of_another_run_is_refused_by_the_site(tmp_path: Path) -> None
                 Runner(recipe, name, hub.address, state=tmp_path / name, checkpoint_every=2, module=module)
                 for name in ("east", "west")
             ]
-            for site in sites:
-                site.finish()
+            finish(*sites)
 
     train(tiny(strategy, workers=1, steps=4))
     with pytest.raises(
@@ -297,8 +293,7 @@ def test_a_site_with_a_damaged_newest_state_goes_on_from_the_one_before(
         assert newest.name == "rank-0-000000000009.safetensors"
         newest.write_bytes(newest.read_bytes()[:-5])
         west = Runner(recipe, "west", hub.address, state=tmp_path / "west", checkpoint_every=3)
-        for site in (east, west):
-            site.finish()
+        finish(east, west)
         assert "rank-0-000000000009.safetensors is damaged" in caplog.text
         assert "going on with the checkpoint before it" in caplog.text
         assert "west goes on from step 6" in caplog.text

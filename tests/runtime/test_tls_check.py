@@ -229,9 +229,9 @@ def test_diagnose_what_is_no_address(address: str) -> None:
 
 
 def test_addresses() -> None:
-    assert tls_check._split("[::1]:50051") == ("::1", 50051)
-    assert tls_check._split("global.example.org:50051") == ("global.example.org", 50051)
-    assert tls_check._split("10.0.0.1:1") == ("10.0.0.1", 1)
+    assert tls_check.split("[::1]:50051") == ("::1", 50051)
+    assert tls_check.split("global.example.org:50051") == ("global.example.org", 50051)
+    assert tls_check.split("10.0.0.1:1") == ("10.0.0.1", 1)
 
 
 def test_diagnose_a_server_that_is_not_ours(made: Path) -> None:

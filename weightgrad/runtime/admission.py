@@ -57,8 +57,15 @@ class Admission:
 def read_ask(data: bytes) -> Ask:
     """What a site asked; ProtocolError if it is not that."""
     found = _fields(data, "a request to be let in")
-    layout = [(str(name), [int(side) for side in shape]) for name, shape in found.pop("layout")]
-    return Ask(**{**found, "layout": layout})
+    try:
+        layout = [(str(name), [int(side) for side in shape]) for name, shape in found.pop("layout")]
+        ask = Ask(**{**found, "layout": layout})
+        right = all(side >= 0 for _, shape in layout for side in shape) and isinstance(ask.version, int)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a request to be let in that cannot be read ({error!r})") from error
+    if not right or not (ask.row is None or isinstance(ask.row, dict)):
+        raise ProtocolError("a request to be let in with a negative shape, or a row or version that is none")
+    return ask
 
 
 def read_admission(data: bytes) -> Admission:

@@ -6,6 +6,7 @@ then the site gets the whole base instead.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class DiskLog:
             temporary.write_bytes(data)
             os.replace(temporary, self._path(answer.version))
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise cannot_write(self._path(answer.version), error) from error
         self._sizes[answer.version] = len(data)
         while len(self._sizes) > self._least and sum(self._sizes.values()) > self._cap:

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightgrad.errors import CredentialsError, RefusedError
+import torch
+from torch import nn
+
+from weightgrad.errors import CredentialsError, ProtocolError, RefusedError, StrategyError
 from weightgrad.runtime.admission import Admission, Ask, read_ask, row_difference
 from weightgrad.runtime.bridge import first_difference
 from weightgrad.runtime.credentials import Revoked
 from weightgrad.runtime.lanes_server import Entry
+from weightgrad.site.described import Described
 from weightgrad.site.layout import Layout
 from weightgrad.wan.strategies import Strategy
 
@@ -63,11 +67,16 @@ class Door:
     def enter(self, entry: Entry) -> bytes:
         """Let a site in, or raise with the reason."""
         self.check(entry)
-        ask = read_ask(entry.request)
+        try:
+            ask = read_ask(entry.request)
+        except ProtocolError:
+            self._refused("another protocol")
+            raise
         if ask.site != entry.site:
             self._refused("another site's name")
             raise RefusedError(f"the request is of {ask.site!r}, the connection of {entry.site!r}")
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in ask.layout)
+        self._check_model(ask, layout)
         strategy = self._house.fit(layout.numel)
         row = strategy.row()
         if ask.row is not None and (found := row_difference(ask.row, row)):
@@ -79,37 +88,56 @@ class Door:
                 f"{ask.site} has base version {ask.version}, the server only {version}: it was restored from an older "
                 "state. Restore the site's state of that time as well, or remove it to begin from the server's base"
             )
+        optimizer = self._check_optimizer(ask, layout, strategy)
         if self.layout is None:
-            self._first(ask, layout, strategy)
-        else:
-            self._like_the_others(ask, layout)
+            self.layout, self.strategy = layout, strategy
+            self.digest, self.planter, self.optimizer = ask.digest, ask.site, optimizer
+        elif not self.planted and ask.site == self.planter:
+            self.digest, self.optimizer = ask.digest, optimizer  # it has come again before it had planted
         return Admission(
             row=row,
             seed=self._house.seed,
             number=self._house.sites.index(ask.site),
             sites=list(self._house.sites),
-            plant=not self.planted and self.planter == ask.site,
+            plant=self._may_plant(ask),
             same_start=ask.digest == self.digest,
             clip_norm=self._house.clip_norm,
             facts={"bit_s": self._house.bit_s.get(ask.site)},
         ).pack()
 
-    def _first(self, ask: Ask, layout: Layout, strategy: Strategy) -> None:
-        if strategy.shares == "gradients" and ask.optimizer is None:
-            raise RefusedError(f"{strategy.name} shares gradients: the site must describe its optimizer")
-        self.layout, self.strategy = layout, strategy
-        self.digest, self.planter, self.optimizer = ask.digest, ask.site, ask.optimizer
-
-    def _like_the_others(self, ask: Ask, layout: Layout) -> None:
-        assert self.layout is not None
+    def _check_model(self, ask: Ask, layout: Layout) -> None:
+        if self.layout is None:
+            return
         theirs = [(slot.name, slot.shape) for slot in self.layout.slots]
         if (found := first_difference(layout, theirs)) is not None:
             self._refused("another model")
             raise RefusedError(f"the model of {ask.site} is not the one that is being trained: {found}")
-        if not self.planted and ask.site == self.planter:
-            self.digest = ask.digest  # it has come again before it had planted
+
+    def _check_optimizer(self, ask: Ask, layout: Layout, strategy: Strategy) -> dict[str, Any] | None:
+        """The optimizer that replicas are to step with, as the row changes it; None where updates are shared."""
+        if strategy.shares != "gradients":
+            return None
+        if ask.optimizer is None:
+            self._refused("another optimizer")
+            raise RefusedError(f"{strategy.name} shares gradients: the site must describe its optimizer")
+        try:
+            told = Described.parse(ask.optimizer).changed(strategy.optimizer_with)
+            told.build([nn.Parameter(torch.empty(0)) for _ in layout.slots])
+        except StrategyError as error:
+            self._refused("another optimizer")
+            raise RefusedError(f"the optimizer of {ask.site} cannot be made on the server: {error}") from error
+        known = None if self.optimizer is None else Described.parse(self.optimizer)
+        if known is not None and (found := told.difference(known)) and not self._may_plant(ask):
+            self._refused("another optimizer")
+            raise RefusedError(
+                f"{ask.site} has another optimizer: {found}; {strategy.name} shares gradients, so all must step alike"
+            )
+        return told.dump()
+
+    def _may_plant(self, ask: Ask) -> bool:
+        return not self.planted and self.planter == ask.site
 
     def gone(self, site: str) -> None:
         """A site has left before it planted: the next to come may."""
         if not self.planted and self.planter == site:
-            self.layout = self.strategy = self.planter = self.digest = None
+            self.layout = self.strategy = self.planter = self.digest = self.optimizer = None

@@ -45,7 +45,8 @@ class LanesServer:
     and every few seconds for lanes that are open. `on_message` gets a view of memory that is the
     application's for as long as it keeps it; a WeightGradError from it ends the session with its
     words. `on_lost` tells that a site left, was refused, or has had no lane for some seconds; in the
-    last case its session goes on should it come back.
+    last case its session goes on should it come back. `on_refused` is told, in a few fixed words, of
+    those that were refused before `enter` was asked.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class LanesServer:
         on_message: Callable[[str, memoryview], None],
         on_lost: Callable[[str], None],
         peer_check: Callable[[Entry], None] | None = None,
+        on_refused: Callable[[str], None] | None = None,
         limits: LaneLimits | None = None,
     ) -> None:
         self._enter, self._on_message, self._on_lost = enter, on_message, on_lost
         self._check = peer_check or (lambda entry: None)
+        self._refused = on_refused or (lambda reason: None)
         self.limits = limits or LaneLimits()
         self._buffers = Buffers(keep_bytes=self.limits.keep_bytes)
         self._lock = threading.Lock()
@@ -139,7 +142,7 @@ class LanesServer:
 
     def _answer_enter(self, request: bytes, context: Any) -> bytes:
         try:
-            entry = read_entry(request, context)
+            entry = self._read_entry(request, context)
             self._check(entry)
             answer, session = self._let_in(entry)
         except WeightGradError as error:
@@ -151,11 +154,19 @@ class LanesServer:
         context.send_initial_metadata(((SESSION_KEY, session.id),))
         return answer
 
+    def _read_entry(self, request: bytes, context: Any) -> Entry:
+        try:
+            return read_entry(request, context)
+        except WeightGradError:
+            self._refused("another protocol")
+            raise
+
     def _let_in(self, entry: Entry) -> tuple[bytes, Session]:
         site = entry.site
         with self._lock:
             record = self._sites.get(site) or SiteRecord(self.limits)
             if entry.incarnation in record.replaced:
+                self._refused("started twice")
                 raise RefusedError(f"another process has entered as {site} since this one; is the site started twice?")
             if site in self._waiting:
                 raise LinkError(f"{site} is entering already; try again")
@@ -200,7 +211,7 @@ class LanesServer:
 
     def _open_lane(self, context: Any) -> tuple[Session, Lane]:
         metadata = dict(context.invocation_metadata())
-        entry = read_entry(b"", context)
+        entry = self._read_entry(b"", context)
         self._check(entry)
         number, key = metadata.get(LANE_KEY, ""), metadata.get(SESSION_KEY, "")
         if not (number.isdecimal() and len(number) < 4 and int(number) < MAX_LANES):

@@ -7,6 +7,7 @@ damaged, the one before it is there, and whoever reads says so.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -54,7 +55,8 @@ def write(directory: Path, name: str, number: int, tensors: Mapping[str, Tensor]
         os.replace(temporary, target)
         _sync(directory)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise cannot_write(target, error) from error
     for old in generations(directory, name)[:-_KEPT]:
         old.unlink(missing_ok=True)

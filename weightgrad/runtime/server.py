@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from weightgrad.errors import DecodeError, FrameError, ProtocolError, SavedStateError, WeightGradError
+from weightgrad.errors import ProtocolError, SavedStateError, StrategyError, WeightGradError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
@@ -27,6 +27,7 @@ from weightgrad.runtime.disk_log import DiskLog
 from weightgrad.runtime.door import Door, House
 from weightgrad.runtime.lanes_server import LaneLimits, LanesServer
 from weightgrad.runtime.metrics import Metrics
+from weightgrad.runtime.tls_check import is_loopback
 from weightgrad.site.described import Described
 from weightgrad.site.layout import Layout
 from weightgrad.units import show_bytes
@@ -64,7 +65,10 @@ class FieldServer:
         ledger: Ledger | None = None,
         metrics: Metrics | None = None,
     ) -> None:
+        if credentials is None and not is_loopback(options.listen):
+            raise StrategyError(f"without certificates a server is for this machine only; not on {options.listen}")
         self.house, self._options, self._ledger = house, options, ledger
+        self._guard = options.guard or Guard(factor=1e9)  # what is not finite is refused in any case
         self.metrics = metrics or Metrics()
         revoked = Revoked(credentials.directory / "revoked.txt") if credentials is not None else None
         self.door = Door(house, secure=credentials is not None, revoked=revoked, refused=self._refused_connection)
@@ -74,7 +78,7 @@ class FieldServer:
         self._inbox: queue.Queue[tuple[str, bytes | memoryview]] = queue.Queue(
             maxsize=256
         )  # full: sites are made to wait
-        self._early: list[Message] = []  # came before there was a base
+        self._early: dict[str, Join] = {}  # came before there was a base
         self._opened: dict[int, float] = {}
         self._began = time.monotonic()
         self._number = 0  # of the checkpoint
@@ -90,6 +94,7 @@ class FieldServer:
             on_message=lambda site, data: self._inbox.put((site, data)),
             on_lost=self._lost,
             peer_check=self.door.check,
+            on_refused=self._refused_connection,
             limits=LaneLimits(max_message=options.max_message, max_buffered=options.max_message + (64 << 20)),
         )
 
@@ -153,16 +158,22 @@ class FieldServer:
         try:
             message = unpack(data, self._limits())
             self._check_sender(site, message)
-            if isinstance(message, Plant):
-                self._plant(message)
-            elif self.core is None:
-                self._early.append(message)
-            else:
-                self._receive(self.core, message)
+            self._handle(site, message)
         except SavedStateError:
             raise
-        except (FrameError, DecodeError, ProtocolError) as error:
+        except WeightGradError as error:
             self._refused_update(site, f"{type(error).__name__}: {error}")
+            self.lanes.drop(site, str(error))  # or it would wait for an answer for ever
+
+    def _handle(self, site: str, message: Message) -> None:
+        if isinstance(message, Plant):
+            self._plant(message)
+        elif self.core is not None:
+            self._receive(self.core, message)
+        elif isinstance(message, Join):
+            self._early[site] = message
+        else:
+            raise ProtocolError(f"{site} sent a {type(message).__name__} before there was a base")
 
     def _receive(self, core: GlobalServer, message: Message) -> None:
         if isinstance(message, Push):
@@ -216,23 +227,22 @@ class FieldServer:
     def _plant(self, message: Plant) -> None:
         if self.core is not None or message.site != self.door.planter or self.door.layout is None:
             return
-        weights = message.snapshot["base"]
-        self.core = self._make(self.door.layout, self.door.optimizer)
-        if weights.shape != self.core.base.vector.shape:
-            self.core = None
+        weights = message.snapshot.get("base", torch.empty(0))
+        core = self._make(self.door.layout, self.door.optimizer)
+        if weights.shape != core.base.vector.shape:
             raise ProtocolError(f"{message.site} planted {weights.numel()} weights of another model")
-        self.core.base.vector.copy_(weights)
-        if self.core.base.digest() != self.door.digest:
-            self.core = None
+        core.base.vector.copy_(weights)
+        if core.base.digest() != self.door.digest:
             raise ProtocolError(f"the weights that {message.site} planted are not those it announced")
         self.door.planted = True
         for name in self.house.sites:
-            self.core.members.join(name)
-        self._save(self.core)
+            core.members.join(name)
+        self._save(core)
+        self.core = core
         log.info("%s planted the first base: %s parameters", message.site, f"{weights.numel():,}")
-        early, self._early = self._early, []
-        for one in early:
-            self._receive(self.core, one)
+        early, self._early = self._early, {}
+        for one in early.values():
+            self._take(one.site, pack(one))
 
     def _make(self, layout: Layout, optimizer: dict[str, Any] | None) -> GlobalServer:
         strategy = self.door.strategy = self.house.fit(layout.numel)
@@ -241,7 +251,7 @@ class FieldServer:
         key = derive(self.house.seed, 20)
         state = self._options.state
         kept = DiskLog(state / "answers", max(2**26, 64 * layout.numel)) if state is not None else None
-        return GlobalServer(base, strategy.for_server(), key, guard=self._options.guard, log=kept)
+        return GlobalServer(base, strategy.for_server(), key, guard=self._guard, log=kept)
 
     def _save(self, core: GlobalServer) -> None:
         if self._options.state is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weightgrad import kernels
-from weightgrad.errors import RefusedError, SavedStateError, StrategyError, WeightGradError
+from weightgrad.errors import LinkError, RefusedError, SavedStateError, StrategyError, WeightGradError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
@@ -32,7 +31,7 @@ from weightgrad.runtime.crew import Crew
 from weightgrad.runtime.lan import Lan
 from weightgrad.runtime.lanes_client import LanesClient
 from weightgrad.runtime.link_watch import LinkWatch
-from weightgrad.runtime.tls_check import diagnose
+from weightgrad.runtime.tls_check import diagnose, is_loopback, split
 from weightgrad.runtime.wan_end import WanEnd
 from weightgrad.site.described import Described
 from weightgrad.wan import strategies
@@ -69,7 +68,9 @@ def join(
         raise StrategyError(
             "join needs credentials=DIRECTORY (make them with `weightgrad certs init`), or insecure=True on one machine"
         )
-    if insecure and not _is_loopback(address):
+    if split(address) is None:
+        raise LinkError(f"{address!r} is not an address; write HOST:PORT, such as 127.0.0.1:7443")
+    if insecure and not is_loopback(address):
         raise StrategyError(f"insecure is for a server on this machine, such as 127.0.0.1:7443, and not for {address}")
     found = Credentials.load(Path(credentials), site=site) if credentials is not None else None
     if found is None:
@@ -190,8 +191,13 @@ class Site:
         if self._state is not None:
             self._state.mkdir(parents=True, exist_ok=True)
             self.ledger = Ledger(self._state / "ledger.jsonl", append=True)
-        self._wan = WanEnd(client, ask, self.ledger, lambda: diagnose(self._address, self._credentials))
+        self._wan = WanEnd(client, ask, self.ledger, self._why_not)
         return self._wan.enter(patience=self._patience)
+
+    def _why_not(self) -> str | None:
+        why = diagnose(self._address, self._credentials)
+        plain = self._credentials is None  # then a server without TLS is the right one
+        return None if plain and why is not None and "as a TLS server" in why else why
 
     def _change_optimizer(self, strategy: Strategy) -> None:
         """DGC and momentum correction have the momentum inside what is sent: the optimizer must not have it again."""
@@ -426,8 +432,3 @@ def _told(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _digest(weights: Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(weights.numpy().tobytes())
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rsplit(":", 1)[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.") or os.path.exists(host)

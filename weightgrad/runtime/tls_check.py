@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 import socket
 import ssl
@@ -26,7 +27,7 @@ def diagnose(address: str, credentials: Credentials | None, timeout: float = 5.0
     without the alert of RFC 8446, so the reason is then read from our own certificate. Without credentials the
     server is not verified. A site that the server turns away by name or serial passes here: that is not TLS.
     """
-    if (place := _split(address)) is None:
+    if (place := split(address)) is None:
         return f"{address!r} is not an address; write host:port, such as global.example.org:50051"
     host, port = place
     try:
@@ -68,6 +69,12 @@ def diagnose(address: str, credentials: Credentials | None, timeout: float = 5.0
             f"{address} does not answer as a TLS server ({reason or error}): it may run without TLS, or be another "
             "service; correct the address, or start the global server with certificates"
         )
+
+
+def refuses(why: str) -> bool:
+    """Whether what `diagnose` said is about certificates, so that trying again is of no use."""
+    marks = ("our certificate", "our own certificate", "demands a certificate", "the certificate of", "the CA of")
+    return any(mark in why for mark in marks)
 
 
 def _turned_away(address: str, reason: str, credentials: Credentials | None) -> str:
@@ -120,7 +127,16 @@ def _mistrusted(
     return f"{its} cannot be trusted: {error.verify_message}; {renew}"
 
 
-def _split(address: str) -> tuple[str, int] | None:
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is on this machine: what may be used without certificates."""
+    host = address.rpartition(":")[0]
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def split(address: str) -> tuple[str, int] | None:
     """Host and port; None unless they are both there and well formed."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):(\d{1,5})", address)
     if found is None or not 0 < int(found[3]) < 65536:

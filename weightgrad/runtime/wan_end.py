@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from weightgrad.errors import LinkError, RefusedError
 from weightgrad.ledger import Ledger
+from weightgrad.runtime import tls_check
 from weightgrad.runtime.admission import Admission, Ask, read_admission
 from weightgrad.runtime.lanes_client import LanesClient
 from weightgrad.runtime.link_watch import LinkWatch
@@ -51,11 +52,13 @@ class WanEnd:
         until, said = time.monotonic() + patience, False
         while True:
             try:
-                return read_admission(self._client.enter(self._ask.pack(), timeout=10.0))
+                return read_admission(self._client.enter(self._ask.pack(), timeout=max(1.0, min(10.0, patience))))
             except LinkError as error:
                 why = self._why_not()
-                if why is not None and "certificate" in why:
-                    raise RefusedError(why) from error
+                if why is not None and tls_check.refuses(why):
+                    time.sleep(1.0)  # a server that is just being stopped hangs up in the same way
+                    if self._why_not() == why:
+                        raise RefusedError(why) from error
                 if time.monotonic() > until:
                     raise LinkError(f"{error}" + (f" ({why})" if why else "")) from error
                 if not said:
@@ -111,9 +114,11 @@ class WanEnd:
                 "%s: the global server has forgotten this session (it was restarted?); entering again", end.name
             )
             self._ask = replace(self._ask, version=end.base.version, digest=end.base.digest())
-            self.enter(patience=24 * 3600.0)
+            admission = self.enter(patience=24 * 3600.0)
             self._client.start()
-            self.send(end.join())
+            if admission.plant:  # it went before the first base was on its disk
+                self.plant(Plant(end.name, {"base": end.base.vector}))
+            self.send(end.join(same_start=admission.same_start or end.base.version > 0))
 
     def until_free(self) -> bool:
         """Apply what has come and wait for what must; whether the model has moved."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,32 +42,59 @@ class Described:
     @staticmethod
     def parse(data: Mapping[str, Any]) -> Described:
         """From what `dump` gave, after its way through JSON."""
-        kind = str(data["kind"])
+        try:
+            kind = str(data["kind"])
+            groups = tuple((tuple(int(i) for i in places), dict(options)) for places, options in data["groups"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StrategyError(f"an optimizer that cannot be read ({error!r})") from error
         if kind != "Lars" and not (
             isinstance(made := getattr(torch.optim, kind, None), type) and made is not Optimizer
         ):
             raise StrategyError(
                 f"no optimizer {kind!r} in torch.optim of torch {torch.__version__}; use the same torch"
             )
-        groups = tuple((tuple(int(i) for i in places), dict(options)) for places, options in data["groups"])
         return Described(kind, groups)
 
     def dump(self) -> dict[str, Any]:
         """As plain values."""
         return {"kind": self.kind, "groups": [[list(places), dict(options)] for places, options in self.groups]}
 
+    def changed(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Described:
+        """The same with other options."""
+        return Described(self.kind, tuple((places, change(options)) for places, options in self.groups))
+
+    def difference(self, other: Described) -> str | None:
+        """What makes it take other steps than the other, in words. Of rates, told with every step, the ratios count."""
+        if self.kind != other.kind:
+            return f"it is {self.kind}, the others have {other.kind}"
+        if [places for places, _ in self.groups] != [places for places, _ in other.groups]:
+            return "its groups have other parameters"
+        for number, (mine, theirs) in enumerate(zip(self._ratios(), other._ratios(), strict=True)):
+            for name in sorted(mine.keys() | theirs.keys()):
+                if mine.get(name) != theirs.get(name):
+                    return f"{name} of group {number} is {mine.get(name)}, the others have {theirs.get(name)}"
+        return None
+
+    def _ratios(self) -> list[dict[str, Any]]:
+        first = float(self.groups[0][1].get("lr", 0.0)) if self.groups else 0.0
+        found = []
+        for _, options in self.groups:
+            plain = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
+            found.append({**plain, "lr": float(options.get("lr", 0.0)) / first if first else 1.0})
+        return found
+
     def build(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         """The same optimizer on other parameters; rates of its groups keep their ratio to the first's."""
-        first = float(self.groups[0][1].get("lr", 0.0))
-        groups = []
-        for places, options in self.groups:
-            given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
-            ratio = float(given["lr"]) / first if first else 1.0
-            groups.append({"params": [parameters[place] for place in places], **given, "ratio": ratio})
         made: Any = Lars if self.kind == "Lars" else getattr(torch.optim, self.kind)
         try:
+            first = float(self.groups[0][1].get("lr", 0.0))
+            groups = []
+            for places, options in self.groups:
+                given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+                ratio = float(given["lr"]) / first if first else 1.0
+                groups.append({"params": [parameters[place] for place in places], **given, "ratio": ratio})
             built: Optimizer = made(groups)
-        except (TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StrategyError(f"{self.kind} cannot be made with {self.dump()['groups']}: {error}") from error
         return built
 

@@ -1,0 +1,580 @@
+"""Who and what is refused, with which words on both sides, over real TLS; and that everybody else goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from weightgrad.cli import app
+from weightgrad.codecs import Fp32
+from weightgrad.errors import CredentialsError, LinkError, RefusedError, StrategyError
+from weightgrad.runtime import issue
+from weightgrad.runtime.admission import Ask
+from weightgrad.runtime.credentials import Credentials
+from weightgrad.runtime.door import House
+from weightgrad.runtime.lanes_client import LanesClient
+from weightgrad.runtime.server import FieldServer, ServeOptions
+from weightgrad.runtime.site import Site, join
+from weightgrad.train.launch import free_port
+from weightgrad.wan.base import Base
+from weightgrad.wan.message_bytes import pack, unpack
+from weightgrad.wan.messages import Answer, Join, Leave, Message, Part, Plant, Push, Welcome
+from weightgrad.wan.strategies import find
+
+from .certificates import DAY, now, reissue, unchecked
+from .field import PATIENCE_S, Hub
+
+SITES = ("east", "west")
+NUMEL = 15
+
+
+def rules(name: str = "diloco", **changes: Any) -> House:
+    """For small models; rounds are single steps, and what they move is the mean."""
+    row = {"every": 1, "aggregator": "mean"} if name == "diloco" else {}
+    return House(sites=SITES, fit=lambda numel: find(name, {"t_global": 600, **row, **changes}), seed=3)
+
+
+def model(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes or (4, 3))))
+
+
+@pytest.fixture(name="made", scope="module")
+def fixture_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certs") / "all"
+    issue.create(directory, [], SITES)
+    return directory
+
+
+@pytest.fixture(name="own")
+def fixture_own(made: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(made, tmp_path / "certs"))
+
+
+@pytest.fixture(autouse=True)
+def _log_everything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+@contextmanager
+def entered(
+    address: str,
+    name: str,
+    credentials: Credentials | Path | None,
+    module: nn.Module | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **asked: Any,
+) -> Iterator[tuple[Site, Callable[[], None]]]:
+    """A site that is in, and what makes it take a step; it vanishes at the end."""
+    if isinstance(credentials, Credentials):
+        site = Site(address, name, credentials, None, 50, 4, 1.0)  # `join` would have looked at them
+    else:
+        site = join(address, site=name, credentials=credentials, insecure=credentials is None, patience=1.0)
+    trained = model() if module is None else module
+    chosen = optimizer(trained.parameters(), lr=0.1)
+
+    def step() -> None:
+        trained(torch.ones(2, 4)).square().sum().backward()
+        chosen.step()
+
+    try:
+        site.prepare(trained, chosen, **asked)
+        yield site, step
+    finally:
+        if site._wan is not None:
+            site._wan._client._end_session()
+            site._wan._client.close(0.0)
+
+
+def refused_with(words: str, *arguments: Any, **more: Any) -> None:
+    """It is not let in, and this is what it is told."""
+    with pytest.raises(RefusedError, match=words), entered(*arguments, **more):
+        pass
+
+
+class Hand:
+    """A site whose messages are made by hand."""
+
+    def __init__(self, hub: Hub, name: str, credentials: Path) -> None:
+        self.name = name
+        own = Credentials.load(credentials, site=name).for_client()
+        self.client = LanesClient(hub.address, site=name, incarnation=f"{name} 1", credentials=own, lanes=2)
+        self.round = 0
+
+    def enter(self) -> Hand:
+        """In, and welcomed; with the same model as others have."""
+        layout = [(n, list(p.shape)) for n, p in model().named_parameters()]
+        weights = torch.cat([p.detach().flatten() for p in model().parameters()])
+        digest = Base(None, weights, optimizer=None, rate=lambda step: 0.0).digest()  # type: ignore[arg-type]
+        asked = self.client.enter(Ask(self.name, layout, digest, -1).pack(), PATIENCE_S)
+        self.client.start()
+        if json.loads(asked)["plant"]:
+            self.send(Plant(self.name, {"base": weights}))
+        self.send(Join(self.name, 0))
+        welcome = self.receive()
+        assert isinstance(welcome, Welcome)
+        self.version, self.round = welcome.version, welcome.pushed
+        return self
+
+    def send(self, message: Message | bytes) -> None:
+        self.client.send(message if isinstance(message, bytes) else pack(message))
+
+    def push(self, update: Tensor | None, **changes: Any) -> Push:
+        """The next one."""
+        parts = () if update is None else (Part(0, Fp32().encode(update, {}, 0)[0]),)
+        self.round += 1
+        push = Push(self.name, self.round, self.round - 1, self.round, self.version, 1, parts)
+        return dataclasses.replace(push, **changes)
+
+    def receive(self) -> Message:
+        until = time.monotonic() + PATIENCE_S
+        while (data := self.client.receive(0.5)) is None:
+            assert time.monotonic() < until, "waited too long"
+        message = unpack(data)
+        if isinstance(message, Answer):
+            self.version = message.version
+        return message
+
+    def refused(self) -> str:
+        """Until its session is ended; why."""
+        with pytest.raises(RefusedError) as caught:
+            while True:
+                self.receive()
+        return str(caught.value)
+
+
+@contextmanager
+def hand(hub: Hub, name: str, credentials: Path, *, enter: bool = True) -> Iterator[Hand]:
+    made = Hand(hub, name, credentials)
+    try:
+        yield made.enter() if enter else made
+    finally:
+        made.client._end_session()
+        made.client.close(0.0)
+
+
+def with_values(*values: float) -> Part:
+    """A part that no encoder makes."""
+    payload, _ = Fp32().encode(torch.zeros(NUMEL), {}, 0)
+    body = torch.zeros(NUMEL)
+    body[: len(values)] = torch.tensor(values)
+    return Part(0, dataclasses.replace(payload, body=body.view(torch.uint8)))
+
+
+# -- certificates -------------------------------------------------------------------------------
+
+
+def test_without_a_certificate(made: Path) -> None:
+    with Hub(rules(), certs=made) as hub:
+        refused_with("demands a certificate and we have none", hub.address, "east", None)
+        with entered(hub.address, "east", made):
+            assert "east" in hub.server.lanes.sessions(), "the server goes on"
+
+
+def test_with_certificates_of_another_ca(made: Path, tmp_path: Path) -> None:
+    issue.create(tmp_path / "other", [], SITES)
+    with Hub(rules(), certs=made) as hub:
+        refused_with(r"is signed by CN=weightgrad CA .*, not by our CA", hub.address, "east", tmp_path / "other")
+        shutil.copy(made / "ca.pem", tmp_path / "other/sites/east/ca.pem")
+        words = r"does not accept our certificate of 'east'.*the server trusts another CA"
+        refused_with(words, hub.address, "east", unchecked(tmp_path / "other/sites/east"))
+        with entered(hub.address, "east", made):
+            pass
+
+
+def test_with_an_expired_certificate(own: Path) -> None:
+    reissue(own, "sites/east", "east", now() - 9 * DAY, now() - 2 * DAY)
+    with Hub(rules(), certs=own) as hub:
+        with pytest.raises(CredentialsError, match=r"expired on .*add-site DIR east --renew"):
+            join(hub.address, site="east", credentials=own)
+        words = r"does not accept our certificate.*: it expired on"
+        refused_with(words, hub.address, "east", unchecked(own / "sites/east"))
+
+
+def test_a_server_that_is_going_away_is_not_a_refusal(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs up after the handshake, as one that does not accept our certificate does; a moment later it is gone."""
+    said = ["gs:1 does not accept our certificate of 'east'", *["gs:1 refuses connections: nothing listens there"] * 9]
+    monkeypatch.setattr("weightgrad.runtime.site.diagnose", lambda *_: said.pop(0))
+    with pytest.raises(LinkError, match="nothing listens there"), entered(f"127.0.0.1:{free_port()}", "east", made):
+        pass
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from weightgrad.runtime.credentials import Credentials
+from weightgrad.runtime.lanes_server import LanesServer
+own = Credentials.load(Path(sys.argv[1]), server=True).for_server()
+server = LanesServer(sys.argv[2], credentials=own, enter=lambda e: b"", on_message=print, on_lost=print)
+server.start()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("verbosity", ["INFO", "ERROR"])
+def test_a_handshake_that_fails_is_on_the_servers_stderr_if_asked_for(
+    verbosity: str, own: Path, tmp_path: Path
+) -> None:
+    """gRPC refuses these by itself: nothing of ours is told. It prints why with GRPC_VERBOSITY=INFO, not with ERROR."""
+    issue.create(tmp_path / "other", [], SITES)
+    good, nobody = unchecked(own / "sites/east"), grpc.ssl_channel_credentials((own / "ca.pem").read_bytes())
+    shutil.copy(own / "ca.pem", tmp_path / "other/sites/east/ca.pem")
+    shutil.copytree(own, tmp_path / "late")
+    reissue(tmp_path / "late", "sites/east", "east", now() - 9 * DAY, now() - 2 * DAY)
+    others = (unchecked(tmp_path / "other/sites/east"), unchecked(tmp_path / "late/sites/east"))
+    address, environment = f"127.0.0.1:{free_port()}", {**os.environ, "GRPC_VERBOSITY": verbosity}
+    with open(tmp_path / "stderr", "wb") as printed:
+        command = [sys.executable, "-c", SERVER, str(own), address]
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=printed)
+    try:
+        for credentials in (good.for_client(), nobody, *(one.for_client() for one in others)):
+            client = LanesClient(address, site="east", incarnation=1, credentials=credentials)
+            try:
+                client.enter(b"", PATIENCE_S if credentials is not nobody else 0.5) if client else None
+            except LinkError:
+                pass
+            client.close(0.0)
+    finally:
+        server.communicate(timeout=PATIENCE_S)
+    text = (tmp_path / "stderr").read_text()
+    for words in (
+        "PEER_DID_NOT_RETURN_A_CERTIFICATE",
+        "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate",
+        "CERTIFICATE_VERIFY_FAILED: certificate has expired",
+    ):
+        assert (words in text) is (verbosity == "INFO")
+
+
+def test_with_a_revoked_certificate(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    serial = issue.revoke(own, "east")
+    with Hub(rules(), certs=own) as hub:
+        words = rf"the certificate of east \(serial {serial:x}\) is revoked; ask the operator for a new one"
+        refused_with(words, hub.address, "east", own)
+        assert hub.refused("revoked certificate") == 1
+        assert "a connection was refused: revoked certificate" in caplog.text
+        assert "was not let in: the certificate of east" in caplog.text
+        issue.add_site(own, "east", renew=True)
+        with entered(hub.address, "east", own):
+            pass
+
+
+def test_a_certificate_that_is_revoked_while_connected(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=own) as hub, hand(hub, "west", own) as west, entered(hub.address, "east", own) as east:
+        hub.until(lambda: len(hub.server.lanes.sessions()) == 2)
+        issue.revoke(own, "west")
+        began = time.monotonic()
+        assert "the certificate of west" in west.refused()
+        assert time.monotonic() - began < 30.0, "within seconds; on a busy machine some more"
+        assert hub.refused("revoked certificate") >= 1
+        assert "the session of west ends: the certificate of west" in caplog.text
+        refused_with("is revoked", hub.address, "west", own)
+        assert "east" in hub.server.lanes.sessions()
+        del east
+
+
+def test_a_running_site_says_that_it_was_revoked(own: Path) -> None:
+    with Hub(rules(), certs=own) as hub, entered(hub.address, "east", own) as (_, step):
+        issue.revoke(own, "east")
+        with pytest.raises(RefusedError, match="the certificate of east .* is revoked"):
+            step()  # and waits for west, which never comes
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+def test_with_the_certificate_of_another_site(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=made) as hub:
+        with pytest.raises(CredentialsError, match="is of 'west'; wanted that of site east"):
+            join(hub.address, site="east", credentials=made / "sites/west")
+        words = "the certificate is of 'west', not of 'east'; use the directory of that site"
+        refused_with(words, hub.address, "east", unchecked(made / "sites/west"))
+        assert hub.refused("another site's certificate") == 1
+        assert words in caplog.text
+
+
+def test_an_unknown_site(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    issue.add_site(own, "north")
+    with Hub(rules(), certs=own) as hub:
+        words = "no site 'north' in the recipe of this server; it has east, west"
+        refused_with(words, hub.address, "north", own)
+        assert hub.refused("unknown site") == 1
+        assert words in caplog.text
+
+
+def test_the_same_site_started_twice(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The later one is in; the earlier one is told."""
+    with Hub(rules(), certs=made) as hub, entered(hub.address, "east", made) as (_, first):
+        with entered(hub.address, "east", made):
+            with pytest.raises(RefusedError, match="another process has entered as east since this one; is the site"):
+                first()
+            assert hub.refused("started twice") == 1
+            assert "is the site started twice?" in caplog.text
+            assert list(hub.server.lanes.sessions()) == ["east"]
+
+
+# -- what they want -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4, 2), r"parameter 0 is 0\.weight \[2, 4\], the others have 0\.weight \[3, 4\]"),
+        ((4, 3, 3), r"it has parameter 2, 1\.weight \[3, 3\]"),
+    ],
+)
+def test_another_model(sizes: tuple[int, ...], words: str, made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=made) as hub, entered(hub.address, "east", made):
+        words = f"the model of west is not the one that is being trained: {words}"
+        refused_with(words, hub.address, "west", made, model(*sizes))
+        assert hub.refused("another model") == 1
+        assert "the model of west is not the one" in caplog.text
+        with entered(hub.address, "west", made):
+            pass
+
+
+def test_another_strategy(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=made) as hub, entered(hub.address, "east", made):
+        refused_with(
+            r"west asks for another strategy: trigger is 'every\(8\)' here and 'every\(1\)' there",
+            hub.address, "west", made, strategy="diloco", every=8, aggregator="mean", t_global=600,
+        )  # fmt: skip
+        assert hub.refused("another strategy") == 1
+        assert "west asks for another strategy" in caplog.text
+        with entered(hub.address, "west", made, strategy="diloco", every=1, aggregator="mean", t_global=600):
+            pass
+
+
+def test_another_optimizer_where_gradients_are_shared(made: Path) -> None:
+    def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.5)
+
+    def faster(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=2 * lr)
+
+    with Hub(rules("baseline"), certs=made) as hub, entered(hub.address, "east", made):
+        words = "west has another optimizer: it is Adam, the others have SGD; baseline shares gradients"
+        refused_with(words, hub.address, "west", made, optimizer=torch.optim.Adam)
+        words = r"west has another optimizer: momentum of group 0 is 0\.5, the others have 0"
+        refused_with(words, hub.address, "west", made, optimizer=momentum)
+        assert hub.refused("another optimizer") == 2
+        with entered(hub.address, "west", made, optimizer=faster):
+            pass  # the rate is told with every step
+    with Hub(rules(), certs=made) as hub, entered(hub.address, "east", made):
+        with entered(hub.address, "west", made, optimizer=torch.optim.Adam):
+            pass  # where updates are shared it is each site's own
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"", b"\xff\xfe", b"rubbish", b"[]", b"{}", b'{"protocol": 1}', b'{"protocol": 2}',
+        b'{"protocol": 1, "layout": 5}', b'{"protocol": 1, "layout": [["a", [-1]]], "site": "east"}',
+        b'{"protocol": 1, "layout": [["a", [-1]]], "site": "east", "digest": "", "version": 0}',
+        b'{"protocol": 1, "layout": [["a", [1]]], "site": "east", "digest": "", "version": 0, "row": 7}',
+        b'{"protocol": 1, "layout": [["a", [1]]], "site": "east", "digest": "", "version": "x"}',
+        b'{"protocol": 1, "layout": [], "site": "east", "digest": "", "version": 0, "more": 1}',
+    ],
+)  # fmt: skip
+def test_a_request_that_is_none(request_: bytes, made: Path) -> None:
+    with Hub(rules(), certs=made) as hub:
+        with hand(hub, "east", made, enter=False) as east, pytest.raises(RefusedError, match="a request to be let in"):
+            east.client.enter(request_, PATIENCE_S)
+        assert hub.refused("another protocol") == 1
+        with hand(hub, "east", made):
+            pass
+
+
+def test_a_request_in_the_name_of_another_site(made: Path) -> None:
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
+        with pytest.raises(RefusedError, match="the request is of 'west', the connection of 'east'"):
+            east.client.enter(Ask("west", [("a", [1])], "", -1).pack(), PATIENCE_S)
+        assert hub.refused("another site's name") == 1
+
+
+# -- messages -----------------------------------------------------------------------------------
+
+
+def healthy(hub: Hub, east: Hand) -> bool:
+    """The server is well, and east gets an answer."""
+    hub.until(lambda: hub.server.status()["healthy"])
+    east.send(Join("east", 0))
+    return isinstance(east.receive(), Welcome)
+
+
+def test_a_message_too_large(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=made, max_message=2000) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            west.send(bytes(2001))
+            assert "a message of 2001 bytes; this end takes 2000 at most" in west.refused()
+        assert "the session of west ends: a message of 2001 bytes" in caplog.text
+        assert healthy(hub, east)
+        with hand(hub, "west", made):
+            pass
+
+
+def test_too_many_messages(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
+        lanes = hub.server.lanes
+        lanes.limits = dataclasses.replace(lanes.limits, messages_per_s=0.01, burst=20)
+        with hand(hub, "west", made) as west:
+            for _ in range(20):
+                west.send(Join("west", 0))
+            assert "west sends more than 0.01 messages a second" in west.refused()
+        assert "the session of west ends: west sends more than" in caplog.text
+        assert healthy(hub, east)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [((math.nan,), "is not finite"), ((1.0, -math.inf), "is not finite"), ((1e13,), "has norm 1e+13, more than any")],
+)
+def test_an_update_that_is_not_finite(
+    values: tuple[float, ...], why: str, made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts as nothing: the round closes, and the others' updates are in it."""
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
+        before = hub.core.base.vector.clone()
+        west.send(west.push(None, parts=(with_values(*values),)))
+        east.send(east.push(torch.ones(NUMEL)))
+        for site in (east, west):
+            answer = site.receive()
+            assert isinstance(answer, Answer)
+            assert answer.taken == {"east": 1, "west": 1}
+        torch.testing.assert_close(hub.core.base.vector, before + 0.5)
+        assert f"an update of west was refused: update of west at round 1 {why}" in caplog.text
+        assert hub.counted("refused_updates_total", site="west") == 1
+        assert b'weightgrad_refused_updates_total{site="west"} 1.0' in hub.server.metrics.text()
+        west.send(west.push(torch.ones(NUMEL)))
+        east.send(east.push(torch.ones(NUMEL)))
+        east.receive()
+        torch.testing.assert_close(hub.core.base.vector, before + 1.5)
+
+
+def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
+        for scale in (1.0, 2.0, 1.0, 1.0, 1.5, 1000.0, 1.0):
+            west.send(west.push(torch.full((NUMEL,), scale)))
+            east.send(east.push(torch.zeros(NUMEL)))
+            for site in (east, west):
+                assert isinstance(site.receive(), Answer)
+        assert "an update of west was refused: update of west at round 6 has norm" in caplog.text
+        assert "500 times the largest of its last 5" in caplog.text
+        assert hub.counted("refused_updates_total", site="west") == 1
+        start = torch.cat([p.detach().flatten() for p in model().parameters()])
+        torch.testing.assert_close(hub.core.base.vector, start + (1 + 2 + 1 + 1 + 1.5 + 1) / 2)
+
+
+@pytest.mark.parametrize("guard", ["usual", "none"])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda west: west.push(torch.ones(NUMEL), site="east"), "west sent a Push in the name of 'east'"),
+        (lambda west: Leave("east"), "west sent a Leave in the name of 'east'"),
+        (lambda west: Answer(1, 1, 1, ()), "west sent a Answer in the name of None"),
+        (lambda west: west.push(torch.ones(NUMEL + 1)), "max_elements is 15|both ends must train the same model"),
+        (lambda west: west.push(None, parts=(Part(9, Fp32().encode(torch.ones(9), {}, 0)[0]),)), "from 9 up to 18"),
+        (lambda west: west.push(torch.ones(NUMEL), seen=7), "pushes on base version 7, the server has 0"),
+        (lambda west: Join("west", 9), "'west' has base version 9, the server only 0"),
+        (lambda west: b"", "TruncatedError|header"),
+        (lambda west: b"garbage" * 100, "MagicError|WGMS"),
+        (lambda west: pack(west.push(torch.ones(NUMEL)))[:-1], "send it again"),
+        (lambda west: pack(west.push(torch.ones(NUMEL))) + b"x", "wanted none"),
+        (lambda west: bytes(pack(west.push(torch.ones(NUMEL)))[:-1]) + b"\x00", "damaged|checksum"),
+    ],
+)
+def test_messages_that_no_honest_site_sends(
+    make: Callable[[Hand], Message | bytes], why: str, guard: str, made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The site is told, and may come back; the server and the others go on."""
+    options = {"guard": None} if guard == "none" else {}
+    with Hub(rules(), certs=made, **options) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            before = hub.core.base.digest()
+            west.send(make(west))
+            assert west.refused()
+        assert hub.core.base.digest() == before
+        (line,) = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
+        assert line.startswith("an update of west was refused: ")
+        assert any(word in line for word in why.split("|")), line
+        assert hub.counted("refused_updates_total", site="west") == 1
+        assert healthy(hub, east)
+        with hand(hub, "west", made) as west:
+            west.send(west.push(torch.ones(NUMEL)))
+            east.send(east.push(torch.ones(NUMEL)))
+            assert isinstance(west.receive(), Answer)
+
+
+def test_messages_before_there_is_a_base(made: Path) -> None:
+    layout = [(n, list(p.shape)) for n, p in model().named_parameters()]
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
+        for message, why in (
+            (Leave("east"), "east sent a Leave before there was a base"),
+            (Plant("east", {}), "east planted 0 weights of another model"),
+            (Plant("east", {"base": torch.zeros(NUMEL + 1)}), "east planted 16 weights of another model"),
+            (Plant("east", {"base": torch.zeros(NUMEL)}), "the weights that east planted are not those it announced"),
+        ):
+            east.client.enter(Ask("east", layout, "digest", -1).pack(), PATIENCE_S)
+            east.client.start()
+            east.send(message)
+            assert why in east.refused()
+        east.enter()
+        with hand(hub, "west", made) as west:
+            west.send(Plant("west", {"base": torch.zeros(NUMEL)}))  # too late: nothing happens
+            west.send(west.push(torch.ones(NUMEL)))
+            east.send(east.push(torch.ones(NUMEL)))
+            assert isinstance(west.receive(), Answer)
+
+
+# -- without certificates -----------------------------------------------------------------------
+
+ELSEWHERE = ["0.0.0.0:7443", "10.1.2.3:7443", "[::]:7443", "localhost.example.org:7443", "127.0.0.1.example.org:7443"]
+
+
+@pytest.mark.parametrize("address", ELSEWHERE)
+def test_insecure_is_for_this_machine_only(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StrategyError, match="insecure is for a server on this machine"):
+        join(address, site="east", insecure=True)
+    with pytest.raises(StrategyError, match="without certificates a server is for this machine only"):
+        FieldServer(rules(), ServeOptions(listen=address), None)
+    ran = CliRunner().invoke(app, ["serve", "laptop", "--insecure", "--listen", address])
+    assert ran.exit_code != 0
+    assert "this machine only" in f"{ran.output} {ran.exception}"
+
+
+def test_a_directory_of_that_name_does_not_make_a_host_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "global").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StrategyError, match="insecure is for a server on this machine"):
+        join("global:7443", site="east", insecure=True)
+
+
+def test_without_certificates_and_without_saying_so() -> None:
+    with pytest.raises(StrategyError, match="join needs credentials=DIRECTORY"):
+        join("127.0.0.1:7443", site="east")
+    ran = CliRunner().invoke(app, ["serve", "laptop"])
+    assert "serve needs --credentials DIR" in f"{ran.output} {ran.exception}"
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:", "127.0.0.1:x", "127.0.0.1:99999"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(LinkError, match=r"is not an address; write HOST:PORT"):
+        join(address, site="east", insecure=True)
