@@ -222,9 +222,11 @@ class Runner:
         to: int = 10**9,
         certs: Path | None = None,
         module: torch.nn.Module | None = None,
+        leaves_at: int | None = None,
         **options: Any,
     ) -> None:
         self.name, self.limit = name, to
+        self._steps = recipe.training.steps if leaves_at is None else leaves_at
         self.error: BaseException | None = None
         self._task = Training(recipe)
         self._task.module = module or self._task.module
@@ -249,7 +251,7 @@ class Runner:
         optimizer = optimizers.build(chosen.name, list(task.module.parameters()), optimizer_options(chosen))
         site.prepare(task.module, optimizer, samples=task.samples(number))
         rate = rate_of(recipe)
-        while site.steps < recipe.training.steps:
+        while site.steps < self._steps:
             while site.steps >= self.limit and not self._gone:
                 time.sleep(0.01)
             if self._gone:
@@ -264,6 +266,11 @@ class Runner:
     def base(self) -> Base:
         assert self.site._end is not None
         return self.site._end.base
+
+    def extend(self, steps: int) -> None:
+        """Let it go on so far, once it has come to its limit."""
+        if self.site.steps >= self.limit:
+            self.limit += steps
 
     @property
     def version(self) -> int:

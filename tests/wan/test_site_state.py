@@ -144,7 +144,7 @@ class World:
     def finish(self) -> World:
         """Everything goes its way until nothing moves."""
         moves = (self.step, self.up, self.down)
-        while any([move(name) for name in self.names for move in moves]):
+        while sum(move(name) for name in self.names for move in moves):
             pass
         for name, end in self.ends.items():
             end.settle()

@@ -82,11 +82,12 @@ class Door:
         if ask.row is not None and (found := row_difference(ask.row, row)):
             self._refused("another strategy")
             raise RefusedError(f"{ask.site} asks for another strategy: {found} on the server; make them the same")
-        if (version := self.version()) is not None and ask.version > version:
+        if ask.version > (version := self.version() or 0):
             self._refused("a later base")
             raise RefusedError(
                 f"{ask.site} has base version {ask.version}, the server only {version}: it was restored from an older "
-                "state. Restore the site's state of that time as well, or remove it to begin from the server's base"
+                "state, or started without its own. Restore the site's state of that time as well, or remove it to "
+                "begin from the server's base"
             )
         optimizer = self._check_optimizer(ask, layout, strategy)
         if self.layout is None:

@@ -57,7 +57,8 @@ class WanEnd:
                 why = self._why_not()
                 if why is not None and tls_check.refuses(why):
                     time.sleep(1.0)  # a server that is just being stopped hangs up in the same way
-                    if self._why_not() == why:
+                    before, why = why, self._why_not()
+                    if why == before:
                         raise RefusedError(why) from error
                 if time.monotonic() > until:
                     raise LinkError(f"{error}" + (f" ({why})" if why else "")) from error
