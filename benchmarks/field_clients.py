@@ -59,19 +59,22 @@ class Found:
 def run(load: Load, pid: int, last: Any, told: SimpleQueue[Found]) -> None:
     """The sites of one process, each in its thread."""
     torch.set_num_threads(1)
-    codec = codecs.parse(load.codec)
-    seed = xxhash.xxh32_intdigest(load.sites[0].encode())
-    update = torch.randn(load.numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
-    payload, _ = codec.encode(update, codec.init(update), 1)
-    parts, first = (Part(0, payload),), torch.zeros(load.numel)
-    threads = []
+    first, threads = torch.zeros(load.numel), []
     for name in load.sites:
         site = _Client(load, name, pid, last)
-        thread = threading.Thread(target=site.guarded, args=(parts, first, told), daemon=True)
+        thread = threading.Thread(target=site.guarded, args=(_update(load, name), first, told), daemon=True)
         threads.append(thread)
+    for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _update(load: Load, site: str) -> tuple[Part, ...]:
+    """What the site pushes in every round: its own, as two sites' top entries are not the same ones."""
+    codec, seed = codecs.parse(load.codec), xxhash.xxh32_intdigest(site.encode())
+    update = torch.randn(load.numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
+    return (Part(0, codec.encode(update, codec.init(update), seed)[0]),)
 
 
 def start(loads: list[Load], pid: int, context: SpawnContext) -> Found:

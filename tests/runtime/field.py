@@ -25,7 +25,7 @@ from weightgrad.train.recipe import Recipe
 from weightgrad.train.run import optimizer_options, rate_of
 from weightgrad.train.task import Training
 from weightgrad.wan.base import Base
-from weightgrad.wan.global_server import GlobalServer
+from weightgrad.wan.global_server import Closed, GlobalServer
 from weightgrad.wan.guard import Guard
 
 PATIENCE_S = 300.0  # for a busy machine; nothing here should need it
@@ -155,9 +155,16 @@ class Hub:
         self.server = FieldServer(asked, ServeOptions(listen=listen, **options), credentials)
         self.address = f"127.0.0.1:{self.server.lanes.port}"
         self.error: BaseException | None = None
+        self.bases: dict[int, str] = {}  # digests by version, of the rounds that this server has closed
+        self._report = self.server._report
+        self.server._report = self._keep  # type: ignore[method-assign]
         self._until = time.monotonic() + PATIENCE_S
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def _keep(self, closed: Closed) -> None:
+        self.bases[closed.answer.version] = closed.base
+        self._report(closed)
 
     def _run(self) -> None:
         try:
@@ -257,6 +264,9 @@ class Runner:
             if self._gone:
                 return
             step = site.steps
+            if step and step % task.epoch_steps == 0:
+                optimizers.set_rate(optimizer, rate(step - 1))
+                site.new_epoch()
             task.backward(number, 0, step)
             optimizers.set_rate(optimizer, rate(step))
             optimizer.step()
@@ -267,10 +277,11 @@ class Runner:
         assert self.site._end is not None
         return self.site._end.base
 
-    def extend(self, steps: int) -> None:
-        """Let it go on so far, once it has come to its limit."""
+    def extend(self, steps: int) -> bool:
+        """Let it go on so far, once it has come to its limit; false, for use while waiting."""
         if self.site.steps >= self.limit:
             self.limit += steps
+        return False
 
     @property
     def version(self) -> int:

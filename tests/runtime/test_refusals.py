@@ -33,6 +33,7 @@ from weightgrad.runtime.door import House
 from weightgrad.runtime.lanes_client import LanesClient
 from weightgrad.runtime.server import FieldServer, ServeOptions
 from weightgrad.runtime.site import Site, join
+from weightgrad.site.described import Described
 from weightgrad.train.launch import free_port
 from weightgrad.wan.base import Base
 from weightgrad.wan.message_bytes import pack, unpack
@@ -84,7 +85,7 @@ def entered(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     **asked: Any,
 ) -> Iterator[tuple[Site, Callable[[], None]]]:
-    """A site that is in, and what makes it take a step; it vanishes at the end."""
+    """A site that is in, and what makes it take a step; it hangs up at the end."""
     if isinstance(credentials, Credentials):
         site = Site(address, name, credentials, None, 50, 4, 1.0)  # `join` would have looked at them
     else:
@@ -101,7 +102,6 @@ def entered(
         yield site, step
     finally:
         if site._wan is not None:
-            site._wan._client._end_session()
             site._wan._client.close(0.0)
 
 
@@ -120,12 +120,13 @@ class Hand:
         self.client = LanesClient(hub.address, site=name, incarnation=f"{name} 1", credentials=own, lanes=2)
         self.round = 0
 
-    def enter(self) -> Hand:
+    def enter(self, optimizer: torch.optim.Optimizer | None = None) -> Hand:
         """In, and welcomed; with the same model as others have."""
+        told = None if optimizer is None else Described.of(optimizer, optimizer.param_groups[0]["params"]).dump()
         layout = [(n, list(p.shape)) for n, p in model().named_parameters()]
         weights = torch.cat([p.detach().flatten() for p in model().parameters()])
         digest = Base(None, weights, optimizer=None, rate=lambda step: 0.0).digest()  # type: ignore[arg-type]
-        asked = self.client.enter(Ask(self.name, layout, digest, -1).pack(), PATIENCE_S)
+        asked = self.client.enter(Ask(self.name, layout, digest, -1, optimizer=told).pack(), PATIENCE_S)
         self.client.start()
         if json.loads(asked)["plant"]:
             self.send(Plant(self.name, {"base": weights}))
@@ -166,12 +167,11 @@ class Hand:
 
 
 @contextmanager
-def hand(hub: Hub, name: str, credentials: Path, *, enter: bool = True) -> Iterator[Hand]:
+def hand(hub: Hub, name: str, credentials: Path, *, enter: bool = True, **more: Any) -> Iterator[Hand]:
     made = Hand(hub, name, credentials)
     try:
-        yield made.enter() if enter else made
+        yield made.enter(**more) if enter else made
     finally:
-        made.client._end_session()
         made.client.close(0.0)
 
 
@@ -450,14 +450,18 @@ def test_too_many_messages(made: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize(
-    ("values", "why"),
-    [((math.nan,), "is not finite"), ((1.0, -math.inf), "is not finite"), ((1e13,), "has norm 1e+13, more than any")],
+    ("values", "why", "options"),
+    [
+        ((math.nan,), "is not finite", {}),
+        ((1.0, -math.inf), "is not finite", {"guard": None}),  # as by --refuse-norm 0
+        ((1e13,), "has norm 1e+13, more than any", {}),
+    ],
 )
 def test_an_update_that_is_not_finite(
-    values: tuple[float, ...], why: str, made: Path, caplog: pytest.LogCaptureFixture
+    values: tuple[float, ...], why: str, options: dict[str, Any], made: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It counts as nothing: the round closes, and the others' updates are in it."""
-    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
+    with Hub(rules(), certs=made, **options) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
         before = hub.core.base.vector.clone()
         west.send(west.push(None, parts=(with_values(*values),)))
         east.send(east.push(torch.ones(NUMEL)))
@@ -489,7 +493,6 @@ def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.Log
         torch.testing.assert_close(hub.core.base.vector, start + (1 + 2 + 1 + 1 + 1.5 + 1) / 2)
 
 
-@pytest.mark.parametrize("guard", ["usual", "none"])
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -502,17 +505,16 @@ def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.Log
         (lambda west: Join("west", 9), "'west' has base version 9, the server only 0"),
         (lambda west: b"", "TruncatedError|header"),
         (lambda west: b"garbage" * 100, "MagicError|WGMS"),
-        (lambda west: pack(west.push(torch.ones(NUMEL)))[:-1], "send it again"),
+        (lambda west: pack(west.push(torch.ones(NUMEL)))[:-1], "99 bytes came; the frame has 100"),
         (lambda west: pack(west.push(torch.ones(NUMEL))) + b"x", "wanted none"),
         (lambda west: bytes(pack(west.push(torch.ones(NUMEL)))[:-1]) + b"\x00", "damaged|checksum"),
     ],
 )
 def test_messages_that_no_honest_site_sends(
-    make: Callable[[Hand], Message | bytes], why: str, guard: str, made: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[Hand], Message | bytes], why: str, made: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The site is told, and may come back; the server and the others go on."""
-    options: dict[str, Any] = {"guard": None} if guard == "none" else {}
-    with Hub(rules(), certs=made, **options) as hub, hand(hub, "east", made) as east:
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
         with hand(hub, "west", made) as west:
             before = hub.core.base.digest()
             west.send(make(west))
@@ -548,6 +550,14 @@ def test_messages_before_there_is_a_base(made: Path) -> None:
             west.send(west.push(torch.ones(NUMEL)))
             east.send(east.push(torch.ones(NUMEL)))
             assert isinstance(west.receive(), Answer)
+
+
+def test_gradients_without_a_rate(made: Path) -> None:
+    with Hub(rules("baseline"), certs=made) as hub, entered(hub.address, "east", made):
+        with hand(hub, "west", made, optimizer=torch.optim.SGD(model().parameters(), lr=0.1)) as west:
+            west.send(west.push(torch.ones(NUMEL)))
+            assert "west sent gradients without the learning rate to step with" in west.refused()
+        assert hub.core.base.version == 0
 
 
 # -- without certificates -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "weightgrad": {"overlap": 2, "trigger": "significance(threshold=1.2, at_most=4, low=1.1, every=2)"},
     "weightgrad-serial": {"overlap": 1},
 }
+
+
+def untold(step: int) -> float:
+    raise AssertionError(f"nobody said the rate of step {step}")
 
 
 class Kept:
@@ -71,7 +75,7 @@ class World:
 
     def _base(self) -> Base:
         optimizer = ("sgd", {"lr": 0.1, "momentum": 0.9}) if self.row.shares == "gradients" else None
-        return Base(LAYOUT, noise(99), optimizer=optimizer, rate=lambda step: 0.1)
+        return Base(LAYOUT, noise(99), optimizer=optimizer, rate=untold)
 
     def _end(self, name: str) -> SiteEnd:
         return SiteEnd(name, self._base(), self.row.for_site(), samples=8, key=derive(2, self.names.index(name)))
@@ -93,6 +97,7 @@ class World:
         # It depends on the weights, so that a wrong bit anywhere is wrong everywhere soon.
         made = noise(self.names.index(name), end.step) * 0.1 - 0.05 * end.model
         if self.row.shares == "gradients":
+            end.rate = 0.1 / (1 + end.step)  # as in the field, where the server does not know it
             self.up_queue[name].extend(end.stepped(self.now, made))
         else:
             end.model += made
@@ -166,7 +171,14 @@ def undisturbed(name: str) -> World:
 
 def schedules(*more: str) -> st.SearchStrategy[list[tuple[str, int]]]:
     usual = ["step"] * 4 + ["up"] * 4 + ["down"] * 4 + ["save"]
-    return st.lists(st.tuples(st.sampled_from([*usual, *more]), st.integers(0, 1)), max_size=120)
+    return st.lists(st.tuples(st.sampled_from([*usual, *more]), st.integers(0, 1)), max_size=100)
+
+
+# West is killed when the server has its first push; east's closes the round, and its answer comes before the welcome.
+ANSWERED_BEFORE_WELCOMED = [
+    *[("up", 0), ("up", 1), ("down", 0), ("down", 1)],
+    *[("step", 1), ("up", 1), ("kill", 1), ("step", 0), ("up", 0), ("down", 1), ("step", 1)],
+]
 
 
 def play(world: World, schedule: list[tuple[str, int]]) -> None:
@@ -175,8 +187,9 @@ def play(world: World, schedule: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if deterministic(name)])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules("kill", "kill", "kill_server"))
+@example(schedule=ANSWERED_BEFORE_WELCOMED)
 def test_killed_and_restored_sites_end_with_the_same_bits(name: str, schedule: list[tuple[str, int]]) -> None:
     world = World(name)
     play(world, schedule)
@@ -188,7 +201,7 @@ def test_killed_and_restored_sites_end_with_the_same_bits(name: str, schedule: l
 
 
 @pytest.mark.parametrize("name", TABLE)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules())
 def test_a_state_is_all_there_is(name: str, schedule: list[tuple[str, int]]) -> None:
     world = World(name)
@@ -202,7 +215,7 @@ def test_a_state_is_all_there_is(name: str, schedule: list[tuple[str, int]]) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if not deterministic(name)])
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules("kill", "kill_server"))
 def test_where_speed_matters_sites_agree_all_the_same(name: str, schedule: list[tuple[str, int]]) -> None:
     world = World(name)

@@ -82,7 +82,7 @@ class Door:
         if ask.row is not None and (found := row_difference(ask.row, row)):
             self._refused("another strategy")
             raise RefusedError(f"{ask.site} asks for another strategy: {found} on the server; make them the same")
-        if ask.version > (version := self.version() or 0):
+        if (version := self.version()) is not None and ask.version > version:
             self._refused("a later base")
             raise RefusedError(
                 f"{ask.site} has base version {ask.version}, the server only {version}: it was restored from an older "

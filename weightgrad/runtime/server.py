@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,10 +178,12 @@ class FieldServer:
 
     def _receive(self, core: GlobalServer, message: Message) -> None:
         if isinstance(message, Push):
+            self._check_push(core, message)
             self.metrics.updates_total.labels(site=message.site).inc()
             self.metrics.up_bytes_total.labels(site=message.site).inc(nbytes(message))
             self.metrics.site_step.labels(site=message.site).set(message.step)
             self.metrics.site_staleness_versions.labels(site=message.site).set(core.base.version - message.seen)
+            self.metrics.site_up.labels(site=message.site).set(1)
             self._opened.setdefault(message.round, self.now)
         elif isinstance(message, Join):
             log.info("%s joins with base version %d", message.site, message.version)
@@ -195,6 +198,12 @@ class FieldServer:
         named = getattr(message, "site", None)
         if named != site:
             raise ProtocolError(f"{site} sent a {type(message).__name__} in the name of {named!r}")
+
+    def _check_push(self, core: GlobalServer, push: Push) -> None:
+        if push.seen > core.base.version:
+            raise ProtocolError(f"{push.site} pushes on base version {push.seen}, the server has {core.base.version}")
+        if core.base.takes_gradients and push.parts and push.rate is None:
+            raise ProtocolError(f"{push.site} sent gradients without the learning rate to step with")
 
     def _limits(self) -> MessageLimits:
         numel = self.door.layout.numel if self.door.layout is not None else 2**32
@@ -228,6 +237,8 @@ class FieldServer:
         if self.core is not None or message.site != self.door.planter or self.door.layout is None:
             return
         weights = message.snapshot.get("base", torch.empty(0))
+        if self._options.state is not None:
+            shutil.rmtree(self._options.state / "answers", ignore_errors=True)  # of another run
         core = self._make(self.door.layout, self.door.optimizer)
         if weights.shape != core.base.vector.shape:
             raise ProtocolError(f"{message.site} planted {weights.numel()} weights of another model")

@@ -66,12 +66,13 @@ def train(
     rate = rate_of(recipe)
     while site.steps < recipe.training.steps:
         step = site.steps
+        if step and step % task.epoch_steps == 0:  # here: the state of this step was written before it
+            optimizers.set_rate(optimizer, rate(step - 1))
+            site.new_epoch()
         loss = task.backward(number, site.lan.rank, step)
         optimizers.set_rate(optimizer, rate(step))
         optimizer.step()
         if site.ledger is not None:
             site.note(loss)
-        if site.steps % task.epoch_steps == 0:
-            site.new_epoch()
     site.leave()
     return site

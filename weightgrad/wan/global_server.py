@@ -205,8 +205,6 @@ class GlobalServer:
         if push.site not in self.members.by_name:
             out.messages.append((push.site, Restarted()))  # it joined after the checkpoint this server came back with
             return
-        if push.seen > self.base.version:
-            raise ProtocolError(f"{push.site!r} pushes on base version {push.seen}, the server has {self.base.version}")
         member = self.members.by_name[push.site]
         if not member.live and not member.done:
             self._welcome(self.members.join(push.site), push.seen, out)

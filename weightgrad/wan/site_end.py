@@ -334,6 +334,8 @@ class SiteEnd:
                 found[name] = tensor.clone()
         if self.threshold is not None:
             found["threshold"] = self.threshold.state()
+        if self.rate is not None:
+            found["rate"] = torch.tensor(self.rate, dtype=torch.float64)
         for flight in self._flights:
             found[f"flight.{flight.push.round}"] = torch.frombuffer(bytearray(pack(flight.push)), dtype=torch.uint8)
         return found
@@ -355,6 +357,7 @@ class SiteEnd:
         self._done = state["done"].clone() if "done" in state else None
         if self.threshold is not None:
             self.threshold.load(state["threshold"])
+        self.rate = float(state["rate"]) if "rate" in state else None
         flights = _under("flight.", state)
         pushes = [unpack(bytes(flights[number].numpy())) for number in sorted(flights, key=int)]
         self._flights = [_Flight(push, 0.0) for push in pushes if isinstance(push, Push)]
