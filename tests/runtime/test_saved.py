@@ -258,13 +258,14 @@ def test_the_state_of_another_run_is_refused_by_the_site(tmp_path: Path) -> None
 
     def train(recipe: Any, module: torch.nn.Module | None = None) -> None:
         with Hub(recipe) as hub:
-            sites = [
-                Runner(recipe, name, hub.address, state=tmp_path / name, checkpoint_every=2, module=module)
-                for name in ("east", "west")
-            ]
-            finish(*sites)
+            options: dict[str, Any] = {"state": tmp_path / "east", "checkpoint_every": 2, "module": module}
+            finish(Runner(recipe, "east", hub.address, **options))
 
-    train(tiny(strategy, workers=1, steps=4))
+    recipe = tiny(strategy, workers=1)
+    with Hub(recipe) as hub:
+        east = Runner(recipe, "east", hub.address, to=3, state=tmp_path / "east", checkpoint_every=2)
+        hub.until(lambda: east.site.steps == 3)
+        east.vanish()
     with pytest.raises(
         SavedStateError, match=r"east is of another run: its strategy is another, trigger is 'every\(2\)'"
     ):

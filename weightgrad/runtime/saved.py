@@ -65,12 +65,11 @@ def write(directory: Path, name: str, number: int, tensors: Mapping[str, Tensor]
 
 def cannot_write(target: Path, error: Exception) -> SavedStateError:
     """The error that says so, and what to do."""
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
-    why = "the disk is full" if full else str(error)
-    do = "Make room" if full else "Put that right"
-    return SavedStateError(
-        f"cannot write {target}: {why}; the state before it is kept. {do} and start the same command again"
-    )
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error):
+        why = "the disk is full; the state before it is kept. Make room and start the same command again"
+    else:
+        why = f"{error}; the state before it is kept. Put that right and start the same command again"
+    return SavedStateError(f"cannot write {target}: {why}")
 
 
 def newest(directory: Path, name: str) -> Saved | None:

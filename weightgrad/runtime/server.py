@@ -286,11 +286,11 @@ class FieldServer:
         self.door.layout = Layout.of_shapes((name, tuple(shape)) for name, shape in found.facts["layout"])
         for name, value in self._kind_of_run(self.door.layout).items():
             if (then := found.facts[name]) != value:
-                what = f"its {name} is {then}, here it is {value}"
+                what = f"{name} is {then}, here it is {value}"
                 if name == "row":
-                    what = f"its strategy is another, {row_difference(value, then) or 'the overlap'}"
+                    what = f"strategy is another, {row_difference(value, then) or 'the overlap'}"
                 raise SavedStateError(
-                    f"{self._options.state} is of another run: {what}; "
+                    f"{self._options.state} is of another run: its {what}; "
                     "give --state another directory, or the recipe of that run"
                 )
         self.door.digest, self.door.optimizer = found.facts["digest"], found.facts["optimizer"]

@@ -384,7 +384,7 @@ class Site:
         found = saved.exact(self._state, f"rank-{self.lan.rank}", max(common))
         if (what := self._difference(found.facts)) is not None:
             raise SavedStateError(
-                f"{self._state} is of another run: {what}; give state another directory, or remove it"
+                f"{self._state} is of another run: its {what}; give state another directory, or remove it"
             )
         if self._end is not None:
             self._end.load(_under("end.", found.tensors))
@@ -397,14 +397,14 @@ class Site:
         return True
 
     def _difference(self, facts: dict[str, Any]) -> str | None:
-        """What makes a saved state one of another run."""
+        """What makes a saved state one of another run: what is another of it."""
         assert self.strategy is not None
         if (found := first_difference(self._bridge.layout, facts["layout"])) is not None:
-            return f"its model is another, {found}"
+            return f"model is another, {found}"
         if facts["seed"] != self._seed:
-            return f"its seed is {facts['seed']}, now it is {self._seed}"
+            return f"seed is {facts['seed']}, now it is {self._seed}"
         if facts["row"] != (row := self.strategy.row()):
-            return f"its strategy is another, {row_difference(row, facts['row']) or 'the overlap'}"
+            return f"strategy is another, {row_difference(row, facts['row']) or 'the overlap'}"
         return None
 
 
