@@ -10,6 +10,7 @@ import logging
 import queue
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 
 from weightgrad.errors import ProtocolError, SavedStateError, StrategyError, WeightGradError
 from weightgrad.kernels.noise import derive
-from weightgrad.ledger import Ledger
+from weightgrad.ledger import Ledger, read
 from weightgrad.runtime import saved
 from weightgrad.runtime.admission import row_difference
 from weightgrad.runtime.credentials import Credentials, Revoked
@@ -220,7 +221,7 @@ class FieldServer:
             if self._ledger is not None:
                 self._ledger.write("fault", self.now, what="lost", where=[name])
         if out.closed:
-            self._save(self.core)
+            self._save(self.core, out.closed)
         for closed in out.closed:
             self._report(closed)
         for name, message in out.messages:
@@ -264,7 +265,7 @@ class FieldServer:
         kept = DiskLog(state / "answers", max(2**26, 64 * layout.numel)) if state is not None else None
         return GlobalServer(base, strategy.for_server(), key, guard=self._guard, log=kept)
 
-    def _save(self, core: GlobalServer) -> None:
+    def _save(self, core: GlobalServer, closed: Sequence[Closed] = ()) -> None:
         if self._options.state is None:
             return
         began = time.monotonic()
@@ -274,6 +275,7 @@ class FieldServer:
             **self._kind_of_run(core.base.layout),
             "digest": self.door.digest,
             "optimizer": self.door.optimizer,
+            "rounds": [_line(one) for one in closed],
         }
         saved.write(self._options.state, _NAME, self._number, core.checkpoint(), facts)
         self.metrics.checkpointed(time.monotonic() - began)
@@ -299,6 +301,16 @@ class FieldServer:
         self._number = found.number
         self.core.restore(found.tensors)  # its sites come by themselves: their sessions are gone
         log.info("goes on with base version %d, step %d", self.core.base.version, self.core.base.step)
+        self._write_unsaid(found.facts.get("rounds", []))
+
+    def _write_unsaid(self, lines: list[dict[str, Any]]) -> None:
+        """Rounds of the checkpoint that a server, killed right after it, had no time to write into the ledger."""
+        if self._ledger is None or not lines:
+            return
+        written = {entry["version"] for entry in read(self._ledger.path) if entry["kind"] == "round"}
+        for line in lines:
+            if line["version"] not in written:
+                self._ledger.write("round", self.now, **line)
 
     def _kind_of_run(self, layout: Layout) -> dict[str, Any]:
         row = self.house.fit(layout.numel).row()
@@ -309,7 +321,6 @@ class FieldServer:
     def _report(self, closed: Closed) -> None:
         answer, now = closed.answer, self.now
         seconds = now - self._opened.pop(answer.round, now)
-        down = nbytes(answer)
         self.metrics.rounds_total.inc()
         self.metrics.round_seconds.observe(seconds)
         self.metrics.base_version.set(answer.version)
@@ -320,21 +331,12 @@ class FieldServer:
             answer.step,
             ", ".join(closed.senders),
             show_bytes(closed.up_bytes),
-            show_bytes(down),
+            show_bytes(nbytes(answer)),
             seconds,
             closed.base,
         )
         if self._ledger is not None:
-            self._ledger.write(
-                "round",
-                now,
-                version=answer.version,
-                step=answer.step,
-                senders=closed.senders,
-                up_bytes=closed.up_bytes,
-                down_bytes=down,
-                base=closed.base,
-            )
+            self._ledger.write("round", now, **_line(closed))
 
     def _refused_update(self, site: str, why: str) -> None:
         log.error("an update of %s was refused: %s", site, why)
@@ -385,6 +387,18 @@ class FieldServer:
             save_file(tensors, str(self._options.out / "base.safetensors"))
         if self._ledger is not None:
             self._ledger.write("end", self.now, status="finished" if self._finished() else "interrupted")
+
+
+def _line(closed: Closed) -> dict[str, Any]:
+    """A round as it stands in the ledger."""
+    return {
+        "version": closed.answer.version,
+        "step": closed.answer.step,
+        "senders": closed.senders,
+        "up_bytes": closed.up_bytes,
+        "down_bytes": nbytes(closed.answer),
+        "base": closed.base,
+    }
 
 
 def _untold(step: int) -> float:

@@ -235,6 +235,11 @@ class Site:
         restored = self._restore()
         if self._wan is not None and self._end is not None:
             self._wan.start()
+            if admission.plant and self._end.base.version > 0:
+                raise RefusedError(
+                    f"{self.name} has base version {self._end.base.version} and the server none: it was started "
+                    "without its state. Start it with that, or begin the run anew with empty states"
+                )
             if admission.plant:
                 self._wan.plant(Plant(self.name, {"base": self._end.base.vector}))
             same = admission.same_start or self._end.base.version > 0
