@@ -72,7 +72,7 @@ class Rehearsal:
         self.sites = {site.name: site.workers for site in recipe.site_list}
         prepare(recipe, out)
         address = f"127.0.0.1:{free_port()}"
-        self.commands = commands(recipe, out, address)
+        self.commands = commands(recipe, out, address, lambda _: address)
         self.wires = {name: Proxy(address) for name in self.sites}
         for name in self.sites:
             command = [self.wires[name].address if word == address else word for word in self.commands[name]]

@@ -31,7 +31,10 @@
     ├── CredentialsError          certificates that are missing, expired, revoked or of somebody else
     ├── RefusedError              the global server does not let this site in, and says why
     ├── LinkError                 the global server cannot be reached
-    └── DataError                 a data set that is missing, damaged or unreachable
+    ├── DataError                 a data set that is missing, damaged or unreachable
+    ├── TopologyError             hosts and links that do not make a network
+    └── EmulatorError             the emulated network cannot be made, or one of its commands failed
+        └── NamespacesRefusedError    this machine does not let us make network namespaces
 
 A message says what came, what was wanted and what to do.
 """
@@ -165,3 +168,15 @@ class RefusedError(WeightGradError, RuntimeError):
 
 class LinkError(WeightGradError, RuntimeError):
     """The global server cannot be reached."""
+
+
+class TopologyError(WeightGradError, ValueError):
+    """Hosts and links that do not make a network."""
+
+
+class EmulatorError(WeightGradError, RuntimeError):
+    """The emulated network cannot be made, or one of its commands failed."""
+
+
+class NamespacesRefusedError(EmulatorError):
+    """This machine does not let us make network namespaces."""

@@ -86,7 +86,7 @@ def test_every_strategy_is_documented() -> None:
     assert [name for name in rows if name in strategies.TABLE] == list(strategies.TABLE)
 
 
-@pytest.mark.parametrize("kind", ["trigger", "selector", "aggregator", "consistency", "resume"])
+@pytest.mark.parametrize("kind", ["trigger", "selector", "aggregator", "consistency", "resume", "planner"])
 def test_every_part_is_documented(kind: str) -> None:
     written = (ROOT / "docs" / "strategies.md").read_text()
     for signature in parts.available(kind):

@@ -82,7 +82,7 @@ class Rehearsal:
         self.recipe, self.out = recipe, out
         self.address = f"127.0.0.1:{free_port()}"
         prepare(recipe, out)
-        self.commands = commands(recipe, out, self.address)
+        self.commands = commands(recipe, out, self.address, lambda _: self.address)
         for name in self.commands:
             if name != "server":
                 self.commands[name] += more

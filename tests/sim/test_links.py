@@ -18,8 +18,8 @@ MB = 8e6  # bit/s of a megabyte a second
 class Net:
     """Links on a clock, as the world drives them."""
 
-    def __init__(self, *links: Link, card: float | None = None) -> None:
-        self.links = Links("hub", list(links), card)
+    def __init__(self, *links: Link, card: float | None = None, windows: bool = False) -> None:
+        self.links = Links("hub", list(links), card, windows=windows)
         self.clock = Clock()
         self.arrived: dict[str, float] = {}
         self.order: list[str] = []
@@ -218,3 +218,52 @@ def test_nothing_is_faster_than_the_links_and_everything_arrives(
                 order = [name for name in net.order if name in {n for _, n in mine}]
                 assert order == [name for _, name in sorted(mine, key=lambda one: (one[0], int(one[1])))]
     assert sum(sum(both) for both in net.links.bytes) == sum(size for *_, size in sends)
+
+
+# -- slow start ---------------------------------------------------------------------------------
+
+FIRST = 14_480
+
+
+def took(nbytes: int, at: tuple[float, ...] = (0.0,), rtt: float = 0.2, rate: float = 100 * MB) -> list[float]:
+    """Seconds each message needs, sent at these times over a fast and long link."""
+    net = Net(Link(("hub", "a"), rate, rtt / 2), windows=True)
+    for number, when in enumerate(at):
+        net.send(when, str(number), "a", "hub", nbytes)
+    net.go()
+    return [net.arrived[str(number)] - when for number, when in enumerate(at)]
+
+
+def test_what_fits_the_first_window_starts_at_once() -> None:
+    assert took(FIRST)[0] == pytest.approx(0.1 + FIRST / 100e6)
+
+
+@pytest.mark.parametrize(("windows", "trips"), [(2, 1), (3, 1), (4, 2), (7, 2), (8, 3)])
+def test_the_window_doubles_every_round_trip(windows: int, trips: int) -> None:
+    """1 + 2 + 4 windows in three round trips."""
+    rest = windows - (2**trips - 1)
+    assert took(windows * FIRST)[0] == pytest.approx(trips * 0.2 + 0.1 + rest * FIRST / 100e6, rel=1e-6)
+
+
+def test_many_chunks_start_on_many_connections() -> None:
+    assert took(4 * 256 * 1024)[0] < took(256 * 1024)[0] + 0.2
+
+
+def test_a_link_in_use_stays_open_and_an_idle_one_closes() -> None:
+    first, soon, late = took(10 * FIRST, (0.0, 1.0, 60.0))
+    assert soon < first
+    assert late == pytest.approx(first)
+
+
+def test_a_large_message_ends_at_full_speed() -> None:
+    whole = took(400_000_000, rtt=0.02)[0]
+    assert whole == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_cut_in_the_middle_of_a_slow_start() -> None:
+    net = Net(Link(("hub", "a"), 100 * MB, 0.1), windows=True)
+    net.send(0.0, "one", "a", "hub", 20 * FIRST)
+    net.fault(0.3, 0, 0.0)
+    net.fault(2.3, 0, 1.0)
+    net.go()
+    assert 2.3 < net.arrived["one"] < 4.0

@@ -24,6 +24,7 @@ from weightgrad import codecs, errors, wire
 from weightgrad.codecs import Payload
 from weightgrad.wan.message_bytes import MessageLimits, pack, to_buffers, unpack
 from weightgrad.wan.messages import Answer, Call, Join, Leave, Message, Part, Push, Restarted, Welcome, nbytes
+from weightgrad.wan.pace import Pace, Report
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire-format.md"
 SPECS = ["fp32", "qsgd(bits=4)", "topk(0.1)", "terngrad", "ef(topk(0.1) > sign())"]
@@ -85,8 +86,12 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return (torch.randn(shape) * 100).to(dtype)
 
 
-pushes = st.builds(Push, names, numbers, numbers, numbers, numbers, numbers, parts(), st.booleans(), rates)
-answers = st.builds(Answer, numbers, numbers, numbers, parts(), taken, rates)
+seconds = st.floats(0, 1e300)
+reports = st.none() | st.builds(Report, seconds, numbers, seconds)
+specs = st.sampled_from(["fp32", "ef(topk(0.01) > sign())", "qsgd(bits=4)"])
+paces = st.none() | st.builds(Pace, st.integers(1, 2**32 - 1), numbers, specs)
+pushes = st.builds(Push, names, numbers, numbers, numbers, numbers, numbers, parts(), st.booleans(), rates, reports)
+answers = st.builds(Answer, numbers, numbers, numbers, parts(), taken, rates, paces)
 snapshots = st.none() | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=12), tensors(), max_size=5)
 lists_of_answers = st.lists(answers, max_size=3).map(tuple)
 some = settings(max_examples=60, deadline=None)
@@ -105,7 +110,7 @@ def test_answer(message: Answer) -> None:
 
 
 @some
-@given(st.builds(Welcome, numbers, numbers, numbers, numbers, lists_of_answers, snapshots))
+@given(st.builds(Welcome, numbers, numbers, numbers, numbers, lists_of_answers, snapshots, numbers, paces))
 def test_welcome(message: Welcome) -> None:
     check(message)
 
@@ -325,6 +330,8 @@ def test_a_rate_that_makes_no_sense(rate: float) -> None:
 
 PUSH = pack(GOLDEN)
 ANSWER = pack(Answer(1, 1, 1, (), {"iowa": 1, "ohio": 2}))
+PACED = pack(Answer(1, 1, 1, (), pace=Pace(8, 2, "fp32")))
+REPORTED = pack(Push("ohio", 1, 0, 1, 0, 8, report=Report(0.5, 3, 1.5)))
 WELCOME = pack(Welcome(1, 1, 1, 1, (Answer(1, 1, 1, ()),)))
 
 
@@ -344,7 +351,11 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "another version": (changed(PUSH, 4, b"\x02"), errors.VersionError),
     "kind 0": (changed(PUSH, 5, b"\x00"), errors.ProtocolError),
     "kind 9": (changed(PUSH, 5, b"\x09"), errors.ProtocolError),
-    "a flag nobody knows": (changed(PUSH, 6, b"\x04"), errors.ReservedError),
+    "a flag nobody knows": (changed(PUSH, 6, b"\x08"), errors.ReservedError),
+    "a pace every 0 steps": (changed(PACED, 32, u32(0)), errors.ProtocolError),
+    "a pace of an unknown codec": (changed(PACED, 41, b"zz32"), errors.ProtocolError),
+    "a pace cut off": (PACED[:-1], errors.TruncatedError),
+    "a report of no number": (changed(REPORTED, len(REPORTED) - 8, b"\xff" * 8), errors.ProtocolError),
     "a flag of another kind": (changed(ANSWER, 6, b"\x01"), errors.ReservedError),
     "a name where there is none": (changed(pack(Call(1)), 7, b"\x01") + b"n", errors.ReservedError),
     "a number where there is none": (changed(pack(Call(1)), 12, u32(1)), errors.ReservedError),

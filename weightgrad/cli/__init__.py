@@ -13,6 +13,7 @@ from weightgrad.cli import (
     compare,
     data,
     doctor,
+    emulate,
     inspect,
     launch,
     report,
@@ -21,6 +22,7 @@ from weightgrad.cli import (
     strategies,
     tour,
     train,
+    validate,
 )
 from weightgrad.errors import WeightGradError
 
@@ -36,6 +38,7 @@ app.command("codecs")(codecs.codecs)
 app.command("compare")(compare.compare)
 app.add_typer(data.app, name="data")
 app.command("doctor")(doctor.doctor)
+app.command("emulate")(emulate.emulate)
 app.command("inspect")(inspect.inspect)
 app.command("launch")(launch.launch)
 app.command("report")(report.report)
@@ -44,6 +47,7 @@ app.command("simulate")(simulate.simulate)
 app.command("strategies")(strategies.strategies)
 app.command("tour")(tour.tour)
 app.command("train")(train.train)
+app.command("validate")(validate.validate)
 
 
 def main() -> None:

@@ -24,6 +24,9 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints of the site.")] = 50,
     insecure: Annotated[bool, typer.Option(help="No certificates; for a server on this machine only.")] = False,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a server that is not there yet.")] = 60.0,
+    paced: Annotated[
+        bool, typer.Option("--paced", help="A pass lasts as long as the recipe's compute says; for emulations.")
+    ] = False,
 ) -> None:
     """Train as one site: torchrun --nproc-per-node N -m weightgrad train RECIPE --site NAME --server HOST:PORT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
@@ -36,6 +39,7 @@ def train(
         state=state,
         checkpoint_every=checkpoint_every,
         patience=patience,
+        paced=paced,
     )
     if done.lan.first:
         logging.info("%s has finished after %d steps", site, done.steps)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from weightgrad.report.figures import bytes_text, percent_text, seconds_text
 from weightgrad.train.launch import Standing
+from weightgrad.units import show_bit_s
 
 
 @contextmanager
@@ -29,6 +30,10 @@ def watching(console: Console, steps: int) -> Iterator[Callable[[Standing], None
         tasks: dict[str, TaskID] = {}
 
         def watch(now: Standing) -> None:
+            for ends, rate in now.rates.items():
+                if ends not in tasks:
+                    tasks[ends] = bars.add_task(f"  {ends}", total=None, about="")
+                bars.update(tasks[ends], about=show_bit_s(round(rate, -3)))
             for site, step in now.steps.items():
                 if site not in tasks:
                     tasks[site] = bars.add_task(site, total=steps, about="")
@@ -40,9 +45,12 @@ def watching(console: Console, steps: int) -> Iterator[Callable[[Standing], None
 
 def _lines(console: Console, steps: int) -> Callable[[Standing], None]:
     told = -1
+    links = ""
 
     def watch(now: Standing) -> None:
-        nonlocal told
+        nonlocal told, links
+        if now.rates:
+            links = "; now " + ", ".join(f"{ends} {show_bit_s(round(rate, -3))}" for ends, rate in now.rates.items())
         slowest = min(now.steps.values(), default=0)
         part = 10 * slowest // max(1, steps)
         if part > told:
@@ -50,7 +58,7 @@ def _lines(console: Console, steps: int) -> Callable[[Standing], None]:
             sites = ", ".join(f"{site} {step}" for site, step in now.steps.items())
             console.print(
                 f"{seconds_text(now.seconds)}: steps {sites} of {steps}; {now.rounds} rounds, "
-                f"{bytes_text(now.wan_bytes)} over the WAN",
+                f"{bytes_text(now.wan_bytes)} over the WAN{links}",
                 markup=False,
                 soft_wrap=True,
             )
@@ -60,6 +68,7 @@ def _lines(console: Console, steps: int) -> Callable[[Standing], None]:
 
 def show(summary: Mapping[str, Any], directory: Path, console: Console) -> None:
     """What the run came to, on a few lines."""
+    emulated = summary.get("emulated")
     waiting = ", ".join(f"{site} {seconds_text(s)}" for site, s in summary["waiting_seconds"].items())
     for name, value in (
         ("accuracy", f"{percent_text(summary['accuracy'], 2)} %"),
@@ -67,6 +76,7 @@ def show(summary: Mapping[str, Any], directory: Path, console: Console) -> None:
         ("rounds", str(summary["rounds"])),
         ("over the WAN", f"{bytes_text(summary['wan_bytes'])} of messages"),
         ("waiting", waiting),
+        *((("links", f"{emulated['kind']}, {emulated['verdict']}"),) if emulated else ()),
         ("written", f"{directory}: ledger.jsonl, base.safetensors, summary.json, logs/, state/"),
     ):
         console.print(f"{name:14}{value}", markup=False, soft_wrap=True)

@@ -337,6 +337,14 @@ class FieldServer:
         )
         if self._ledger is not None:
             self._ledger.write("round", now, **_line(closed))
+        if closed.decision is not None:
+            pace = closed.decision.pace
+            log.info(
+                "from version %d on: a round every %d steps, answered %d steps later, %s up and %s down: %s",
+                answer.version, pace.every, pace.overlap, pace.up, closed.decision.down, closed.decision.why,
+            )  # fmt: skip
+            if self._ledger is not None:
+                self._ledger.write("pace", now, version=answer.version, **closed.decision.words())
 
     def _refused_update(self, site: str, why: str) -> None:
         log.error("an update of %s was refused: %s", site, why)

@@ -6,6 +6,10 @@ the others). The last byte arrives one delay after it left. Loss is modelled by 
 connection gets at most MSS/RTT * sqrt(3/2)/sqrt(loss) (Mathis et al., 1997), CONNECTIONS of them
 carry a message, and lost bytes are sent again. A cut link moves nothing; what is on its way goes on
 when it heals. Messages of one direction arrive in the order in which they were sent, as on any stream.
+
+A direction that has been quiet starts slowly, as TCP does (`windows`): in a round trip no more leaves than its
+window, which doubles while it is the limit and is halved for every retransmission time-out it was idle.
+`weightgrad validate` compares all this with real links. Bandwidth is what a stream gets, as iperf measures it.
 """
 
 from __future__ import annotations
@@ -16,21 +20,28 @@ from dataclasses import dataclass
 
 MSS_BYTES = 1460
 CONNECTIONS = 4
+CHUNK_BYTES = 256 * 1024  # a message is spread over so many connections as it has chunks
+FIRST_WINDOW_BYTES = 10 * 1448  # of a connection (RFC 6928)
+LEAST_TIMEOUT_SECONDS = 0.2  # on top of the round trip
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between the two named places, the same both ways. `trace` is [(second, bit/s), ...] from 0 on."""
+    """Between the two named places. `trace` is [(second, bit/s), ...] from 0 on.
+
+    `back_bit_s` is the bandwidth from the second to the first, where it differs.
+    """
 
     between: tuple[str, str]
     bandwidth_bit_s: float
     delay_seconds: float
     loss: float = 0.0
     trace: tuple[tuple[float, float], ...] = ()
+    back_bit_s: float | None = None
 
-    def nominal_bit_s(self, now: float) -> float:
+    def nominal_bit_s(self, now: float, *, back: bool = False) -> float:
         """What it carries at that time, without loss and faults."""
-        rate = self.bandwidth_bit_s
+        rate = self.back_bit_s if back and self.back_bit_s is not None else self.bandwidth_bit_s
         for since, changed in self.trace:
             if since <= now:
                 rate = changed
@@ -40,14 +51,47 @@ class Link:
         """When the trace changes next."""
         return min((since for since, _ in self.trace if since > now), default=math.inf)
 
-    def rate_bytes(self, now: float) -> float:
+    def rate_bytes(self, now: float, *, back: bool = False) -> float:
         """Useful bytes a second for one message that has it to itself."""
-        rate = self.nominal_bit_s(now) / 8
+        rate = self.nominal_bit_s(now, back=back) / 8
         if self.loss:
             round_trip = max(2 * self.delay_seconds, 1e-4)
             reachable = CONNECTIONS * MSS_BYTES / round_trip * math.sqrt(1.5 / self.loss)
             rate = min(rate, reachable) * (1 - self.loss)
         return rate
+
+
+@dataclass
+class Window:
+    """What TCP lets one direction of a link send in a round trip."""
+
+    round_trip: float
+    size: float = 0.0
+    left: float = math.inf  # of it, until
+    until: float = -math.inf
+    quiet_since: float = 0.0
+
+    def wakes(self, now: float, nbytes: int, rate: float) -> None:
+        """Something is to be sent again."""
+        first = FIRST_WINDOW_BYTES * min(CONNECTIONS, max(1, math.ceil(nbytes / CHUNK_BYTES)))
+        idle = int((now - self.quiet_since) / (self.round_trip + LEAST_TIMEOUT_SECONDS))
+        self.size = max(first, self.size / 2.0 ** min(idle, 60))
+        if now >= self.until:
+            self._turn(now, rate)
+
+    def grows(self, now: float, rate: float) -> None:
+        """It was the limit for a whole round trip."""
+        self.size *= 2
+        self._turn(now, rate)
+
+    def _turn(self, now: float, rate: float) -> None:
+        self.left = math.inf if self.size >= rate * self.round_trip else self.size
+        self.until = now + self.round_trip
+
+    @property
+    def shut(self) -> bool:
+        """Nothing more may leave until the round trip is over."""
+        return self.left <= 1e-6
 
 
 @dataclass(eq=False)
@@ -66,7 +110,7 @@ class _Flow:
 class Links:
     """All links to the server, and the flows on them. The driver calls `run` when `next_event` comes."""
 
-    def __init__(self, server: str, links: list[Link], server_bit_s: float | None) -> None:
+    def __init__(self, server: str, links: list[Link], server_bit_s: float | None, *, windows: bool = True) -> None:
         self._server = server
         self.links = links
         self._to: dict[str, int] = {}
@@ -77,6 +121,12 @@ class Links:
         self._faults: list[dict[object, float]] = [{} for _ in links]  # by cause
         self._flows: list[_Flow] = []
         self._then = 0.0
+        self._windows = {
+            (place, upward): Window(2 * link.delay_seconds)
+            for place, link in enumerate(links)
+            for upward in (True, False)
+            if windows and link.delay_seconds > 0
+        }
         self.bytes = [[0, 0] for _ in links]  # towards the first and the second of `between`
 
     def place(self, first: str, second: str) -> int:
@@ -96,6 +146,9 @@ class Links:
         place = self._to[sender if upward else receiver]
         self.bytes[place][self._side(place, receiver)] += nbytes
         self._advance(now)
+        window = self._windows.get((place, upward))
+        if window is not None and not any((f.link, f.upward) == (place, upward) for f in self._flows):
+            window.wakes(now, nbytes, self._rate(now, place, upward))
         self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
         self._share(now)
 
@@ -123,11 +176,31 @@ class Links:
             return math.inf
         used = {f.link for f in self._flows}
         changes = min((self.links[place].next_change(now) for place in used), default=math.inf)
-        return min(min(f.finish for f in self._flows), changes)
+        return min(min(f.finish for f in self._flows), changes, self._next_window(now))
+
+    def _next_window(self, now: float) -> float:
+        """When a window is used up, or one that is opens again."""
+        due, speed = math.inf, self._speeds()
+        for lane in {(f.link, f.upward) for f in self._flows if not f.through}:
+            window = self._windows.get(lane)
+            if window is not None and window.shut:
+                due = min(due, max(now, window.until))
+            elif window is not None and window.left < math.inf and speed.get(lane, 0.0) > 0:
+                due = min(due, now + window.left / speed[lane])
+        return due
+
+    def _speeds(self) -> dict[tuple[int, bool], float]:
+        found: dict[tuple[int, bool], float] = {}
+        for flow in self._flows:
+            found[flow.link, flow.upward] = found.get((flow.link, flow.upward), 0.0) + flow.rate
+        return found
 
     def run(self, now: float) -> list[tuple[float, Callable[[], None]]]:
         """The flows that have ended by now, each with the delay until it arrives."""
         self._advance(now)
+        for (place, upward), window in self._windows.items():
+            if window.shut and now >= window.until:
+                window.grows(now, self._rate(now, place, upward))
         kept, arrived, behind = [], [], set()
         for flow in self._flows:
             flow.through = flow.through or flow.finish <= now
@@ -138,15 +211,25 @@ class Links:
                 behind.add(lane)
                 kept.append(flow)
         self._flows = kept
+        for lane in {(f.link, f.upward) for f in arrived} - {(f.link, f.upward) for f in kept}:
+            if lane in self._windows:
+                self._windows[lane].quiet_since = now
         self._share(now)
         return [(self.links[f.link].delay_seconds, f.arrive) for f in arrived]
 
     def _advance(self, now: float) -> None:
         passed = now - self._then
         if passed > 0:
+            for lane, speed in self._speeds().items():
+                if lane in self._windows:
+                    self._windows[lane].left = max(0.0, self._windows[lane].left - speed * passed)
             for flow in self._flows:
                 flow.left = max(0.0, flow.left - flow.rate * passed)
         self._then = now
+
+    def _rate(self, now: float, place: int, upward: bool) -> float:
+        first = self.links[place].between[0] == self._server
+        return self.links[place].rate_bytes(now, back=upward == first)
 
     def _left(self, place: int) -> float:
         return math.prod(self._faults[place].values())
@@ -158,7 +241,9 @@ class Links:
             for flow in flows:
                 crowd[flow.link] = crowd.get(flow.link, 0) + 1
             for flow in flows:
-                flow.rate = self.links[flow.link].rate_bytes(now) * self._left(flow.link) / crowd[flow.link]
+                shut = (flow.link, upward) in self._windows and self._windows[flow.link, upward].shut
+                flow.rate = self._rate(now, flow.link, upward) * self._left(flow.link) / crowd[flow.link]
+                flow.rate = 0.0 if shut else flow.rate
             if self._card < math.inf:
                 _fill(flows, self._card)
         for flow in self._flows:

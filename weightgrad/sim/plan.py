@@ -51,5 +51,7 @@ class WorldPlan:
     ema: float | None = None
     clip_norm: float | None = None
     codec_speed: float = 1.0
+    step_overhead: float = 0.0  # seconds of a step that are neither computing nor codec nor network
+    message_overhead: float = 0.0  # seconds to send or to receive a message
     faults: tuple[Fault, ...] = ()
     absent: frozenset[str] = frozenset()  # sites that are not there at the start

@@ -120,6 +120,7 @@ class SimSite:
         self.times.compute += slowest
         self.times.codec += coding
         self.times.lan += exchange - coding
+        seconds += self.plan.step_overhead
         return Step(seconds + spread + slowest + exchange, sum(losses) / len(losses), gradient)
 
     def _release(self) -> tuple[Tensor, float]:

@@ -180,10 +180,9 @@ class World:
 
     def _send_all(self, one: SimSite, messages: list[Message]) -> None:
         for message in messages:
-            coding = 0.0
+            coding = self.plan.message_overhead
             if isinstance(message, Push) and message.parts:
-                up = self.plan.strategy.wan_codec("up")
-                coding = codec_time.encode_seconds(up, numel(message.parts), self.plan.codec_speed)
+                coding += codec_time.encode_seconds(one.end.up, numel(message.parts), self.plan.codec_speed)
                 one.times.codec += coding
             life = one.life
 
@@ -221,10 +220,10 @@ class World:
     def _at_server(self, message: Message) -> None:
         if not self.server_alive:
             return
-        decoding = 0.0
+        decoding = self.plan.message_overhead
         if isinstance(message, Push) and message.parts:
-            up = self.plan.strategy.wan_codec("up")
-            decoding = codec_time.decode_seconds(up, numel(message.parts), self.plan.codec_speed)
+            up = self.by_name[message.site].end.up
+            decoding += codec_time.decode_seconds(up, numel(message.parts), self.plan.codec_speed)
         assert isinstance(message, Push | Join | Leave)
         # One after the other: an empty push must not overtake the one before it.
         free = max(self.clock.now, self._decoded.get(message.site, 0.0)) + decoding
@@ -241,11 +240,11 @@ class World:
             self._closed(closed)
         for name in out.lost:
             self.ledger.write("fault", self.clock.now, what="lost", where=[name])
-        coding = 0.0
+        coding = self.plan.message_overhead
         if out.closed:
-            down = self.plan.strategy.wan_codec("down")
+            down = self.server.down
             sent = sum(numel(closed.answer.parts) for closed in out.closed)
-            coding = codec_time.encode_seconds(down, sent, self.plan.codec_speed)
+            coding += codec_time.encode_seconds(down, sent, self.plan.codec_speed)
         for name, message in out.messages:
             self.clock.after(coding, lambda name=name, message=message: self._from_server(name, message))  # type: ignore[misc]
         wake = self.server.next_wake()
@@ -261,7 +260,13 @@ class World:
     def _from_server(self, name: str, message: Message) -> None:
         one = self.by_name[name]
         if self.server_alive and one.alive:
-            self._put(self.plan.server, name, message, lambda: self._at_site(one, message))
+            self._put(self.plan.server, name, message, lambda: self._soon_at_site(one, message))
+
+    def _soon_at_site(self, one: SimSite, message: Message) -> None:
+        if self.plan.message_overhead:
+            self.clock.after(self.plan.message_overhead, lambda: self._at_site(one, message))
+        else:
+            self._at_site(one, message)
 
     def _at_site(self, one: SimSite, message: Message) -> None:
         if one.alive and not one.left:
@@ -283,6 +288,8 @@ class World:
             down_bytes=nbytes(answer),
             base=closed.base,
         )
+        if closed.decision is not None:
+            self.ledger.write("pace", self.clock.now, version=answer.version, **closed.decision.words())
         if self._keeps_checkpoints:
             self._checkpoint = self.server.checkpoint()
         self.judge.moved()

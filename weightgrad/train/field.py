@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from weightgrad.runtime.door import House
 from weightgrad.runtime.site import Site, join
 from weightgrad.site import optimizers
 from weightgrad.train.recipe import Recipe
-from weightgrad.train.run import fitted_strategy, optimizer_options, rate_of
+from weightgrad.train.run import compute_of, fitted_strategy, optimizer_options, rate_of
 from weightgrad.train.task import Training
 
 
@@ -38,8 +39,13 @@ def train(
     state: Path | None = None,
     checkpoint_every: int = 50,
     patience: float = 60.0,
+    paced: bool = False,
 ) -> Site:
-    """Train the recipe's model as a worker of that site, from where it stands to the last step."""
+    """Train the recipe's model as a worker of that site, from where it stands to the last step.
+
+    `paced`: a worker's pass lasts as long as the recipe's `compute` says, as it does in the simulator; one that
+    really took longer is counted in the site's ledger.
+    """
     names = [site.name for site in recipe.site_list]
     if name not in names:
         raise RecipeError(f"no site {name!r} in {recipe.name}; there are {', '.join(names)}")
@@ -64,15 +70,42 @@ def train(
     optimizer = optimizers.build(chosen.name, list(task.module.parameters()), optimizer_options(chosen))
     site.prepare(task.module, optimizer, samples=task.samples(number))
     rate = rate_of(recipe)
+    pace = Pace(recipe, task, number, site.lan.rank) if paced else None
     while site.steps < recipe.training.steps:
         step = site.steps
         if step and step % task.epoch_steps == 0:  # here: the state of this step was written before it
             optimizers.set_rate(optimizer, rate(step - 1))
             site.new_epoch()
+        began = time.monotonic()
         loss = task.backward(number, site.lan.rank, step)
+        if pace is not None:
+            pace.keep(began, step)
         optimizers.set_rate(optimizer, rate(step))
         optimizer.step()
         if site.ledger is not None:
             site.note(loss)
+    if pace is not None and site.ledger is not None:
+        site.ledger.write("compute", 0.0, site=name, steps=pace.steps, late=pace.late, late_seconds=pace.late_seconds)
     site.leave()
     return site
+
+
+class Pace:
+    """Waits until a pass has lasted as long as the recipe says."""
+
+    def __init__(self, recipe: Recipe, task: Training, number: int, worker: int) -> None:
+        self._site, self._number, self._worker, self._seed = recipe.site_list[number], number, worker, recipe.seed
+        self._compute = compute_of(self._site, task)
+        self.steps = self.late = 0
+        self.late_seconds = 0.0
+
+    def keep(self, began: float, step: int) -> None:
+        """Of the step that began then."""
+        wanted = self._compute.seconds(self._seed, self._site.name, self._number, self._worker, step)
+        left = began + wanted - time.monotonic()
+        self.steps += 1
+        if left > 0:
+            time.sleep(left)
+        else:
+            self.late += 1
+            self.late_seconds -= left

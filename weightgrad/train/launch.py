@@ -14,10 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors.torch import load_file
 
@@ -27,6 +27,8 @@ from weightgrad.runtime import issue
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.run import chosen_strategy
 from weightgrad.train.task import Training
+
+Popen: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Standing:
     rounds: int
     wan_bytes: int
     seconds: float
+    rates: dict[str, float] = field(default_factory=dict)  # bit/s now, by "from > to"; empty: not looked
 
 
 @dataclass
@@ -47,12 +50,12 @@ class Processes:
     logs: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, name: str, command: list[str]) -> None:
+    def start(self, name: str, command: list[str], popen: Popen = subprocess.Popen) -> None:
         """Start one in a process group of its own, its output into its log."""
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment["GRPC_VERBOSITY"] = environment.get("GRPC_VERBOSITY", "ERROR")
         with open(self.logs / f"{name}.log", "ab") as log:
-            self.running[name] = subprocess.Popen(
+            self.running[name] = popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
                 start_new_session=True,
             )  # fmt: skip
@@ -65,10 +68,10 @@ class Processes:
         """Whether every one has ended."""
         return all(p.poll() is not None for p in self.running.values())
 
-    def tail(self, name: str, lines: int = 15) -> str:
+    def tail(self, name: str, most: int = 15) -> str:
         """The last lines of its log."""
         text = (self.logs / f"{name}.log").read_text(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(text.splitlines()[-most:])
 
     def end(self, grace: float = 5.0) -> None:
         """Ask all to end, then make them."""
@@ -84,13 +87,18 @@ class Processes:
                 time.sleep(0.05)
 
 
-def commands(recipe: Recipe, out: Path, address: str) -> dict[str, list[str]]:
-    """What is started: the same commands that an operator would type on each machine."""
+def commands(
+    recipe: Recipe, out: Path, listen: str, address: Callable[[str], str], extra: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """What is started: the same commands that an operator would type on each machine.
+
+    `address` says where a site finds the server; `extra` goes to every site.
+    """
     python, written = sys.executable, str(out / "recipe.yaml")
     found = {
         "server": [
             python, "-m", "weightgrad", "serve", written, "--credentials", str(out / "certs"),
-            "--state", str(out / "state" / "server"), "--listen", address, "--metrics", "127.0.0.1:0",
+            "--state", str(out / "state" / "server"), "--listen", listen, "--metrics", "127.0.0.1:0",
             "--out", str(out), "--until-finished",
         ]
     }  # fmt: skip
@@ -100,8 +108,8 @@ def commands(recipe: Recipe, out: Path, address: str) -> dict[str, list[str]]:
             run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(site.workers)]
             run += ["--max-restarts", "3", "-m", "weightgrad"]
         found[site.name] = [
-            python, *run, "train", written, "--site", site.name, "--server", address,
-            "--credentials", str(out / "certs"), "--state", str(out / "state" / site.name),
+            python, *run, "train", written, "--site", site.name, "--server", address(site.name),
+            "--credentials", str(out / "certs"), "--state", str(out / "state" / site.name), *extra,
         ]  # fmt: skip
     return found
 
@@ -114,7 +122,7 @@ def launch(recipe: Recipe, out: Path, *, watch: Callable[[Standing], None] | Non
     processes = Processes(out / "logs")
     began = time.monotonic()
     try:
-        for name, command in commands(recipe, out, address).items():
+        for name, command in commands(recipe, out, address, lambda _: address).items():
             processes.start(name, command)
         follow(recipe, out, processes, began, watch)
     finally:
@@ -122,15 +130,15 @@ def launch(recipe: Recipe, out: Path, *, watch: Callable[[Standing], None] | Non
     return finish(recipe, out, time.monotonic() - began)
 
 
-def prepare(recipe: Recipe, out: Path) -> None:
-    """An empty run directory with recipe and certificates."""
+def prepare(recipe: Recipe, out: Path, names: Sequence[str] = ("localhost",)) -> None:
+    """An empty run directory with recipe and certificates; the server's is for these names or addresses."""
     for name in ("certs", "logs", "state"):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in ("ledger.jsonl", "summary.json", "base.safetensors"):
         (out / name).unlink(missing_ok=True)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "recipe.yaml").write_text(recipe.to_yaml())
-    issue.create(out / "certs", ["localhost"], [site.name for site in recipe.site_list])
+    issue.create(out / "certs", list(names), [site.name for site in recipe.site_list])
 
 
 def follow(
@@ -157,16 +165,17 @@ def standing(recipe: Recipe, out: Path, seconds: float) -> Standing:
     losses: dict[str, float] = {}
     for site in recipe.site_list:
         last = next(
-            (e for e in reversed(_lines(out / "state" / site.name / "ledger.jsonl")) if e["kind"] == "step"), None
+            (e for e in reversed(lines(out / "state" / site.name / "ledger.jsonl")) if e["kind"] == "step"), None
         )
         steps[site.name] = last["step"] if last else 0
         losses[site.name] = last["loss"] if last else float("nan")
-    rounds = [e for e in _lines(out / "ledger.jsonl") if e["kind"] == "round"]
+    rounds = [e for e in lines(out / "ledger.jsonl") if e["kind"] == "round"]
     wan = sum(e["up_bytes"] + e["down_bytes"] * len(recipe.site_list) for e in rounds)
     return Standing(steps, losses, len(rounds), wan, seconds)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Of a ledger; none if there is no ledger yet."""
     return ledger.read(path) if path.exists() else []
 
 
@@ -179,7 +188,7 @@ def finish(recipe: Recipe, out: Path, seconds: float) -> dict[str, Any]:
         slot.of(base).copy_(tensors[slot.name])
     score = task.evaluate(base)
     where = {site.name: out / "state" / site.name / "ledger.jsonl" for site in recipe.site_list}
-    ends = [entry for path in where.values() for entry in _lines(path) if entry["kind"] == "site"]
+    ends = [entry for path in where.values() for entry in lines(path) if entry["kind"] == "site"]
     with ledger.Ledger(out / "ledger.jsonl", append=True) as book:
         for entry in ends:
             book.write("site", entry["t"], **{k: v for k, v in entry.items() if k not in ("kind", "t")})

@@ -177,10 +177,13 @@ class SiteEntry(Part):
 
 
 class LinkEntry(Part):
-    """A link over the WAN, the same in both directions; with a template, one a site."""
+    """A link over the WAN, the same in both directions unless `back` says otherwise; with a template, one a site."""
 
     between: Pair = Field(description="two names of sites or the server, e.g. [ohio, virginia]")
     bandwidth_bit_s: BitRate | None = Field(default=None, alias="bandwidth", description="a bit rate, e.g. 90 Mbit/s")
+    back_bit_s: BitRate | None = Field(
+        default=None, alias="back", description="a bit rate from the second to the first, or null for the same"
+    )
     delay_seconds: Seconds = Field(alias="delay", description="a time one way, e.g. 31 ms")
     loss: Number = Field(default=0.0, ge=0, lt=1, description="a fraction of packets from 0 to below 1")
     trace: tuple[tuple[Seconds, BitRate], ...] | None = Field(
@@ -196,6 +199,8 @@ class LinkEntry(Part):
             found.append(Mistake(("bandwidth",), "missing; wanted a bit rate, e.g. 90 Mbit/s, or a trace"))
         if self.bandwidth_bit_s is not None and self.trace is not None:
             found.append(Mistake(("trace",), "a link has a bandwidth or a trace, not both"))
+        if self.back_bit_s is not None and self.trace is not None:
+            found.append(Mistake(("back",), "a trace is for both directions; write bandwidth and back instead"))
         times = [time for time, _ in self.trace or ((0.0, 1.0),)]
         if times[0] != 0 or any(later <= sooner for sooner, later in pairwise(times)):
             shown = ", ".join(map(units.show_seconds, times[:6]))
@@ -228,6 +233,12 @@ class Compute(Part):
     seconds_per_step: StepTime = Field(description="a time above 0, e.g. 0.03 or 30 ms, or calibrate")
     jitter: Number = Field(default=0.0, ge=0, lt=1, description="a relative spread, a number from 0 to below 1")
     codec_speed: Number = Field(default=1.0, gt=0, description="a number above 0; 0.5 is half as fast as measured")
+    step_overhead_seconds: Seconds = Field(
+        default=0.0, alias="step_overhead", description="a time that a step takes besides computing, e.g. 2 ms"
+    )
+    message_overhead_seconds: Seconds = Field(
+        default=0.0, alias="message_overhead", description="a time to send or receive a message, e.g. 1 ms"
+    )
     stragglers: tuple[Straggler, ...] = Field(
         default=(), description="a list, e.g. [{site: virginia, worker: 2, factor: 3}, {probability: 0.01, factor: 5}]"
     )

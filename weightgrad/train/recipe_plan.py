@@ -37,6 +37,12 @@ class Link:
     delay_seconds: float
     loss: float
     trace: tuple[tuple[float, float], ...]
+    back_bit_s: float | None = None  # from the second to the first, where it differs
+
+    @property
+    def least_bit_s(self) -> float:
+        """Of the slower direction."""
+        return min(self.bandwidth_bit_s, self.back_bit_s or self.bandwidth_bit_s)
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,10 @@ def links(recipe: Recipe) -> Iterator[Link]:
                 continue
             bandwidth_bit_s = entry.trace[0][1] if entry.trace else entry.bandwidth_bit_s
             assert bandwidth_bit_s is not None  # LinkEntry has one or the other
-            yield Link(between, bandwidth_bit_s, entry.delay_seconds, entry.loss, entry.trace or ())
+            back_bit_s = entry.back_bit_s
+            if back_bit_s is not None and between[0] not in expand(recipe, entry.between[0]):
+                bandwidth_bit_s, back_bit_s = back_bit_s, bandwidth_bit_s
+            yield Link(between, bandwidth_bit_s, entry.delay_seconds, entry.loss, entry.trace or (), back_bit_s)
 
 
 def faults(recipe: Recipe) -> Iterator[Fault]:

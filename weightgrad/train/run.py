@@ -27,6 +27,7 @@ from weightgrad.sim.plan import Fault, SitePlace, WorldPlan
 from weightgrad.sim.world import Progress, World
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.recipe_parts import Decay
+from weightgrad.train.recipe_plan import Site
 from weightgrad.train.task import Training
 from weightgrad.wan import strategies
 from weightgrad.wan.strategies import Strategy
@@ -80,7 +81,7 @@ def fitted_strategy(recipe: Recipe, numel: int) -> Strategy:
     noise = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     bits = 8.0 * sum(_frame_bytes(strategy.wan_codec(way), noise) for way in ("up", "down"))
     links = [x for x in recipe.link_list if recipe.server.name in x.between]
-    longest = max((2 * x.delay_seconds + bits / x.bandwidth_bit_s for x in links), default=0.0)
+    longest = max((2 * x.delay_seconds + bits / x.least_bit_s for x in links), default=0.0)
     steps = [site.compute.seconds_per_step for site in recipe.site_list]
     shortest = min((float(seconds) for seconds in steps if seconds != "calibrate"), default=math.inf)
     needed = math.ceil(longest / shortest) if shortest > 0 else strategy.hide
@@ -97,13 +98,11 @@ def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
     strategy = fitted_strategy(recipe, task.layout.numel)
     sites = []
     for site in recipe.site_list:
-        seconds = site.compute.seconds_per_step
-        if seconds == "calibrate":
-            seconds = _calibrated(task)
-        slow = tuple(Straggler(s.factor, s.site, s.worker, s.probability) for s in site.compute.stragglers)
-        compute = Compute(float(seconds), site.compute.jitter, slow)
-        sites.append(SitePlace(site.name, site.workers, Lan(site.lan.bandwidth_bit_s, site.lan.delay_seconds), compute))
-    links = tuple(Link(x.between, x.bandwidth_bit_s, x.delay_seconds, x.loss, x.trace) for x in recipe.link_list)
+        lan = Lan(site.lan.bandwidth_bit_s, site.lan.delay_seconds)
+        sites.append(SitePlace(site.name, site.workers, lan, compute_of(site, task)))
+    links = tuple(
+        Link(x.between, x.bandwidth_bit_s, x.delay_seconds, x.loss, x.trace, x.back_bit_s) for x in recipe.link_list
+    )
     faults = tuple(
         Fault(f.at_seconds, f.what, f.where, f.for_seconds, f.factor or 0.0, f.period_seconds or 1.0)
         for f in recipe.fault_list
@@ -123,9 +122,20 @@ def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
         ema=training.ema,
         clip_norm=training.clip_norm,
         codec_speed=recipe.compute.codec_speed,
+        step_overhead=recipe.compute.step_overhead_seconds,
+        message_overhead=recipe.compute.message_overhead_seconds,
         faults=faults,
         absent=recipe.absent_at_start,
     )
+
+
+def compute_of(site: Site, task: Training) -> Compute:
+    """How long that site's workers compute."""
+    seconds = site.compute.seconds_per_step
+    if seconds == "calibrate":
+        seconds = _calibrated(task)
+    slow = tuple(Straggler(s.factor, s.site, s.worker, s.probability) for s in site.compute.stragglers)
+    return Compute(float(seconds), site.compute.jitter, slow)
 
 
 def optimizer_options(optimizer: Any) -> dict[str, Any]:

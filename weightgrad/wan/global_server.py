@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from weightgrad import codecs
 from weightgrad.codecs import Codec, Fp32
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
@@ -40,6 +41,7 @@ from weightgrad.wan.messages import (
     nbytes,
 )
 from weightgrad.wan.outbound import Outbound
+from weightgrad.wan.planner import Auto, Decision, Planner
 from weightgrad.wan.selectors import All, Selector, Stretch, View
 
 _ROUNDS_OF_PATIENCE = 10
@@ -61,6 +63,7 @@ class ServerPlan:
     t_local: float | None = None
     t_global: float | None = None
     adapts: bool = False  # t_global is the least, and grows with the rounds
+    auto: Auto | None = None  # the server sets the pace
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Closed:
     pushes: list[tuple[str, int]]  # (site, round) of each; a site that was late may have two
     up_bytes: int
     base: str  # digest of the base that the answer made
+    decision: Decision | None = None  # a new pace, and why
 
 
 @dataclass
@@ -96,6 +100,7 @@ class _Round:
     taken: dict[str, int] = field(default_factory=dict)
     all: list[tuple[str, int]] = field(default_factory=list)
     reported: bool = False
+    came: dict[str, tuple[float, int]] = field(default_factory=dict)  # when a site's push came, and its bytes
     waiting: list[Push] = field(default_factory=list)  # encoded, until those before them in the order have come
 
 
@@ -129,6 +134,8 @@ class GlobalServer:
         self._samples: int | None = None
         self._bases: dict[int, Tensor] = {}  # the last few by version, for delay compensation
         self._lasted: deque[float] = deque(maxlen=20)  # seconds from a round's first push to its end
+        self.planner = Planner(plan.auto, base.layout.numel) if plan.auto is not None else None
+        self._held: dict[tuple[str, int], tuple[float, int]] = {}  # by push: seconds until its answer, bytes of both
         self._keep_base()
 
     # -- messages in ------------------------------------------------------------------------
@@ -218,6 +225,8 @@ class GlobalServer:
             self._open(number, push.site, now, out)
         current = self._rounds[number]
         current.waiting.append(self._guarded(push, out))
+        current.came[push.site] = (now, nbytes(push))
+        self._hear(push)
         current.step = max(current.step, push.step)
         current.up_bytes += nbytes(push)
         current.senders.add(push.site)
@@ -226,6 +235,13 @@ class GlobalServer:
         member.round = push.round
         member.done = member.done or push.final
         self._add(current, [m.name for m in self.members.awaited if m.name not in current.senders])
+
+    def _hear(self, push: Push) -> None:
+        """What the site has measured; the server takes off what it held the round for the others."""
+        if self.planner is not None and push.report is not None:
+            held, size = self._held.pop((push.site, push.report.round), (0.0, 0))
+            network = push.report.round_seconds - held if size else None
+            self.planner.observe(push.site, push.report.step_seconds, network, size)
 
     def _guarded(self, push: Push, out: Outbox) -> Push:
         why = None if self._guard is None else self._guard.judge(push, self.base.layout.numel)
@@ -299,10 +315,24 @@ class GlobalServer:
             current.pushes.weight = float(awaited)  # one of so many: a push moves the base by its share
         touched = current.pushes.stretches()
         moved = self._plan.aggregator.close(current.pushes, self._memory)
+        parts = self._encode(moved, touched, number)
+        decision = self.planner.decide([m.name for m in self.members.awaited]) if self.planner is not None else None
         answer = Answer(
-            self.base.version + 1, number, max(current.step, self.base.step), self._encode(moved, touched, number),
-            dict(current.taken), current.rate,
-        )  # fmt: skip
+            self.base.version + 1,
+            number,
+            max(current.step, self.base.step),
+            parts,
+            dict(current.taken),
+            current.rate,
+            decision.pace if decision is not None else None,
+        )
+        if self.planner is not None:
+            self._held |= {
+                (site, current.taken[site]): (now - came, size + nbytes(answer))
+                for site, (came, size) in current.came.items()
+            }
+            while len(self._held) > 4 * len(self.members.by_name):
+                del self._held[next(iter(self._held))]
         self.base.apply(answer)
         self._keep_base()
         self._round = number
@@ -311,7 +341,9 @@ class GlobalServer:
             self.members.by_name[name].taken = taken
         self._log.append(answer)
         out.messages += [(member.name, answer) for member in self.members.listening]
-        out.closed.append(Closed(answer, sorted(current.senders), current.all, current.up_bytes, self.base.digest()))
+        out.closed.append(
+            Closed(answer, sorted(current.senders), current.all, current.up_bytes, self.base.digest(), decision)
+        )
 
     def _encode(self, moved: Tensor, touched: list[Stretch], count: int) -> tuple[Part, ...]:
         last = not self.members.awaited and self._plan.keep_loss and not isinstance(self._plan.down, Fp32)
@@ -325,7 +357,15 @@ class GlobalServer:
         selector = self._plan.down_selector
         if not selector.needs_pending:
             selector = _Asked(touched if self._plan.per_tensor else _flat(touched))
-        return self._out.take(moved, selector, self.base.vector, step=self.base.step, count=count)
+        return self._out.take(
+            moved, selector, self.base.vector, step=self.base.step, count=count,
+            codec=self.down if self.planner is not None else None,
+        )  # fmt: skip
+
+    @property
+    def down(self) -> Codec:
+        """The codec of its answers now."""
+        return self._plan.down if self.planner is None else codecs.parse(self.planner.now.down)
 
     # -- membership -------------------------------------------------------------------------
 
@@ -351,6 +391,7 @@ class GlobalServer:
                     missed or (),
                     snapshot,
                     member.round,
+                    self.planner.now.pace if self.planner is not None and snapshot is not None else None,
                 ),
             )
         )
@@ -367,6 +408,8 @@ class GlobalServer:
             found[f"member.{name}"] = torch.tensor([int(m.live), int(m.done), m.taken])
         if self._guard is not None:
             found |= {f"guard.{k}": v for k, v in self._guard.state().items()}
+        if self.planner is not None:
+            found |= {f"planner.{k}": v for k, v in self.planner.state().items()}
         return found
 
     def restore(self, state: dict[str, Tensor]) -> Outbox:
@@ -379,7 +422,9 @@ class GlobalServer:
         self._memory = {k.removeprefix("outer."): v.clone() for k, v in state.items() if k.startswith("outer.")}
         if self._guard is not None:
             self._guard.load({k.removeprefix("guard."): v for k, v in state.items() if k.startswith("guard.")})
-        self._rounds, self._bases = {}, {}
+        if self.planner is not None:
+            self.planner.load({k.removeprefix("planner."): v for k, v in state.items() if k.startswith("planner.")})
+        self._rounds, self._bases, self._held = {}, {}, {}
         self._log.restart(version)
         self._keep_base()
         self.members = Members()

@@ -34,7 +34,7 @@ from weightgrad.errors import (
     TruncatedError,
 )
 from weightgrad.wan import message_header, snapshot_bytes
-from weightgrad.wan.message_header import FINAL, MAX_NAME_BYTES, RATE, SNAPSHOT, Header
+from weightgrad.wan.message_header import FINAL, MAX_NAME_BYTES, PACE, RATE, REPORT, SNAPSHOT, Header
 from weightgrad.wan.messages import (
     HEADER_BYTES,
     RATE_BYTES,
@@ -50,8 +50,11 @@ from weightgrad.wan.messages import (
     Restarted,
     Welcome,
 )
+from weightgrad.wan.pace import Pace, Report
 
 _RATE = struct.Struct("<d")
+_REPORT = struct.Struct("<dId")
+_PACE = struct.Struct("<IIB")
 _START = struct.Struct("<Q")
 _TAKEN = struct.Struct("<IB3s")  # round, name_len, reserved
 _LEAST_TAKEN_BYTES = _TAKEN.size + 1
@@ -93,24 +96,26 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
     match message:
         case Push():
             numbers = (message.round, message.after, message.step, message.seen, message.samples)
-            flags = FINAL * message.final | RATE * (message.rate is not None)
+            flags = FINAL * message.final | RATE * (message.rate is not None) | REPORT * (message.report is not None)
             head = _head(Push, *numbers, size=len(message.parts), flags=flags, site=message.site)
-            return [head, _rate_bytes(message.rate), *_part_buffers(message.parts)]
+            return [head, _rate_bytes(message.rate), _report_bytes(message.report), *_part_buffers(message.parts)]
         case Call():
             return [_head(Call, message.round)]
         case Answer():
             clock = (message.version, message.round, message.step, len(message.taken))
-            head = _head(Answer, *clock, size=len(message.parts), flags=RATE * (message.rate is not None))
-            return [head, _rate_bytes(message.rate), _taken_bytes(message.taken), *_part_buffers(message.parts)]
+            flags = RATE * (message.rate is not None) | PACE * (message.pace is not None)
+            head = _head(Answer, *clock, size=len(message.parts), flags=flags)
+            told = [_rate_bytes(message.rate), _pace_bytes(message.pace), _taken_bytes(message.taken)]
+            return [head, *told, *_part_buffers(message.parts)]
         case Join():
             return [_head(Join, message.version + 1, site=message.site)]
         case Welcome():
             numbers = (message.version, message.round, message.step, message.taken, message.pushed)
-            flags = SNAPSHOT * (message.snapshot is not None)
+            flags = SNAPSHOT * (message.snapshot is not None) | PACE * (message.pace is not None)
             head = _head(Welcome, *numbers, size=len(message.answers), flags=flags)
             answers = [buffer for answer in message.answers for buffer in to_buffers(answer)]
             snapshot = [] if message.snapshot is None else snapshot_bytes.to_buffers(message.snapshot)
-            return [head, *answers, *snapshot]
+            return [head, _pace_bytes(message.pace), *answers, *snapshot]
         case Restarted():
             return [_head(Restarted)]
         case Leave():
@@ -127,6 +132,14 @@ def _head(kind: type[Message], *numbers: int, size: int = 0, flags: int = 0, sit
 
 def _rate_bytes(rate: float | None) -> bytes:
     return b"" if rate is None else _RATE.pack(_checked_rate(rate))
+
+
+def _report_bytes(report: Report | None) -> bytes:
+    return b"" if report is None else _REPORT.pack(report.step_seconds, report.round, report.round_seconds)
+
+
+def _pace_bytes(pace: Pace | None) -> bytes:
+    return b"" if pace is None else _PACE.pack(pace.every, pace.overlap, len(pace.up)) + pace.up.encode()
 
 
 def _taken_bytes(taken: Mapping[str, int]) -> bytes:
@@ -201,16 +214,18 @@ class _Reader:
         if head.kind is Plant:
             return Plant(site, self._snapshot())
         round_, after, step, seen, samples = head.numbers
-        rate = self._rate(head)
-        return Push(site, round_, after, step, seen, samples, self._parts(head.size), bool(head.flags & FINAL), rate)
+        rate, report = self._rate(head), self._report(head)
+        parts, final = self._parts(head.size), bool(head.flags & FINAL)
+        return Push(site, round_, after, step, seen, samples, parts, final, rate, report)
 
     def _answer(self, head: Header) -> Answer:
         version, round_, step, sites = head.numbers
-        rate, taken = self._rate(head), self._taken(sites)
-        return Answer(version, round_, step, self._parts(head.size), taken, rate)
+        rate, pace, taken = self._rate(head), self._pace(head), self._taken(sites)
+        return Answer(version, round_, step, self._parts(head.size), taken, rate, pace)
 
     def _welcome(self, head: Header) -> Welcome:
         version, round_, step, taken, pushed = head.numbers
+        pace = self._pace(head)
         self._claim("answers", head.size, self._limits.max_parts, HEADER_BYTES)
         answers = []
         for _ in range(head.size):
@@ -219,7 +234,7 @@ class _Reader:
                 raise ProtocolError(f"a {inner.kind.__name__} inside a Welcome, which holds answers only")
             answers.append(self._answer(inner))
         snapshot = self._snapshot() if head.flags & SNAPSHOT else None
-        return Welcome(version, round_, step, taken, tuple(answers), snapshot, pushed)
+        return Welcome(version, round_, step, taken, tuple(answers), snapshot, pushed, pace)
 
     def _snapshot(self) -> dict[str, Tensor]:
         blob = self._take(self.left, "snapshot")
@@ -260,6 +275,16 @@ class _Reader:
             return None
         (rate,) = _RATE.unpack(self._take(RATE_BYTES, "rate"))
         return _checked_rate(rate)
+
+    def _report(self, head: Header) -> Report | None:
+        return Report(*_REPORT.unpack(self._take(_REPORT.size, "report"))) if head.flags & REPORT else None
+
+    def _pace(self, head: Header) -> Pace | None:
+        if not head.flags & PACE:
+            return None
+        every, overlap, length = _PACE.unpack(self._take(_PACE.size, "pace"))
+        text = bytes(self._take(length, "codec of a pace")).decode("latin-1")
+        return Pace(every, overlap, text)
 
     def _taken(self, sites: int) -> dict[str, int]:
         self._claim("sites", sites, self._limits.max_sites, _LEAST_TAKEN_BYTES)

@@ -19,6 +19,8 @@ MAX_NAME_BYTES = 64
 FINAL = 1  # flag of a push
 SNAPSHOT = 1  # flag of a welcome
 RATE = 2  # flag of a push or an answer
+REPORT = 4  # flag of a push
+PACE = 4  # flag of an answer or a welcome
 
 _FIELDS = struct.Struct("<4sBBBB5II")
 _NUMBERS = 5
@@ -35,11 +37,11 @@ class _Kind(NamedTuple):
 
 
 _KINDS: dict[type[Message], _Kind] = {
-    Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE, counts=True),
+    Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE | REPORT, counts=True),
     Call: _Kind(2, ("round",)),
-    Answer: _Kind(3, ("version", "round", "step", "len(taken)"), flags=RATE, counts=True),
+    Answer: _Kind(3, ("version", "round", "step", "len(taken)"), flags=RATE | PACE, counts=True),
     Join: _Kind(4, ("version + 1",), named=True),
-    Welcome: _Kind(5, ("version", "round", "step", "taken", "pushed"), flags=SNAPSHOT, counts=True),
+    Welcome: _Kind(5, ("version", "round", "step", "taken", "pushed"), flags=SNAPSHOT | PACE, counts=True),
     Restarted: _Kind(6),
     Leave: _Kind(7, named=True),
     Plant: _Kind(8, named=True),

@@ -17,6 +17,7 @@ from weightgrad.codecs import Payload
 from weightgrad.codecs.registry import decode_into
 from weightgrad.errors import ProtocolError
 from weightgrad.wan import snapshot_bytes
+from weightgrad.wan.pace import REPORT_BYTES, Pace, Report
 
 HEADER_BYTES = 32
 START_BYTES = 8
@@ -53,6 +54,7 @@ class Push:
     parts: tuple[Part, ...] = ()
     final: bool = False  # the site has finished training; later rounds do not wait for it
     rate: float | None = None  # of the step, where the server does not know it
+    report: Report | None = None  # what the site has measured, where the server sets the pace
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,7 @@ class Answer:
     parts: tuple[Part, ...]
     taken: Mapping[str, int] = field(default_factory=dict)
     rate: float | None = None  # to step with; None: every replica knows it
+    pace: Pace | None = None  # from here on; None: as before
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +96,7 @@ class Welcome:
     answers: tuple[Answer, ...] = ()
     snapshot: Mapping[str, Tensor] | None = None
     pushed: int = 0  # the last of the site's pushes that has come
+    pace: Pace | None = None  # of the snapshot
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +139,10 @@ def nbytes(message: Message) -> int:
         size += len(message.site.encode())
     if isinstance(message, Push | Answer):
         size += parts_bytes(message.parts) + (0 if message.rate is None else RATE_BYTES)
+    if isinstance(message, Push):
+        size += 0 if message.report is None else REPORT_BYTES
+    if isinstance(message, Answer | Welcome):
+        size += 0 if message.pace is None else message.pace.nbytes
     if isinstance(message, Answer):
         size += sum(START_BYTES + len(site.encode()) for site in message.taken)
     if isinstance(message, Plant):

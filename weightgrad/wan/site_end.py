@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weightgrad import codecs
 from weightgrad.codecs import Codec
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
@@ -25,6 +26,7 @@ from weightgrad.wan.consistency import Consistency
 from weightgrad.wan.message_bytes import pack, unpack
 from weightgrad.wan.messages import Answer, Call, Join, Message, Push, Restarted, Welcome
 from weightgrad.wan.outbound import Outbound
+from weightgrad.wan.pace import Pace, Stopwatch, pace_tensor, tensor_pace
 from weightgrad.wan.resume import Resume
 from weightgrad.wan.selectors import All, Selector
 from weightgrad.wan.triggers import DynamicThreshold, Moment, Significance, Trigger
@@ -45,6 +47,7 @@ class SitePlan:
     resume: Resume
     flush: Codec | None
     t: float | None = None
+    pace: Pace | None = None  # to begin with, where the server sets it
 
 
 @dataclass
@@ -72,11 +75,14 @@ class SiteEnd:
         self._pushed = 0  # the last round pushed for
         self._again_until = 0  # pushes up to this one are known to the server, and made again after a restart
         self._sent_step = 0  # when something was last sent
+        self._round_step = 0  # when the last round began
         self._present: tuple[int, int] | None = None  # where the others are, once that is done
         self._called = 0
         self._heard = 0.0
         self._joined = False
         self._finishing = False
+        self.pace = plan.pace
+        self._stopwatch = Stopwatch()
         wants = isinstance(plan.trigger, Significance)
         self.threshold = (
             DynamicThreshold(plan.trigger.threshold, plan.trigger.low, plan.trigger.high)
@@ -104,10 +110,26 @@ class SiteEnd:
         """Rounds pushed and not answered."""
         return len(self._flights)
 
+    @property
+    def overlap(self) -> int:
+        """Steps a site goes on while a round is on its way."""
+        return self.plan.overlap if self.pace is None else self.pace.overlap
+
+    @property
+    def up(self) -> Codec:
+        """The codec it speaks with now."""
+        return self.plan.up if self.pace is None else codecs.parse(self.pace.up)
+
     # -- before a step ----------------------------------------------------------------------
 
     def blocked(self, now: float) -> str | None:
         """Why the workers may not be given weights now, or None."""
+        why = self._why_blocked(now)
+        if why is None:
+            self._stopwatch.begins(now)
+        return why
+
+    def _why_blocked(self, now: float) -> str | None:
         if not self._joined:
             return "joining"
         if not self._flights:
@@ -116,7 +138,7 @@ class SiteEnd:
             return "flush"
         oldest = self._flights[0].push
         behind = self._round - oldest.round
-        if behind >= self.plan.consistency.ahead and self.step - oldest.step >= self.plan.overlap:
+        if behind >= self.plan.consistency.ahead and self.step - oldest.step >= self.overlap:
             return "answer"
         if self.plan.t is not None and now - max(self._heard, self._flights[0].sent_at) > self.plan.t:
             return "stall"
@@ -131,9 +153,9 @@ class SiteEnd:
             own = answer.taken.get(self.name)
             if own is not None and self._pushed < own <= self._again_until:
                 break  # it answers a push that is about to be made again
-            if own is not None and self.plan.overlap and not self._finishing:
+            if own is not None and self.overlap and not self._finishing:
                 due = next((f.push.step for f in self._flights if f.push.round == own), self.step)
-                if self.step < due + self.plan.overlap:
+                if self.step < due + self.overlap:
                     break  # not yet: the same step whatever the link was like
             del self._inbox[answer.version]
             self._apply(answer)
@@ -146,6 +168,8 @@ class SiteEnd:
     def _apply(self, answer: Answer) -> None:
         fresh = None if self.plan.shares_gradients else self.model - self._mark
         self.base.apply(answer)
+        if answer.pace is not None and self.pace is not None:
+            self.pace = answer.pace
         own = answer.taken.get(self.name, -1)
         self._flights = [f for f in self._flights if f.push.round > own]
         if fresh is not None:
@@ -175,6 +199,7 @@ class SiteEnd:
     def stepped(self, now: float, gradient: Tensor | None = None) -> list[Message]:
         """A local step is done: `model` has moved, or here is the gradient. Maybe a round starts."""
         self.step += 1
+        self._stopwatch.ends(now)
         if self._previous is not None:
             self._step_update = self.model - self._previous if gradient is None else gradient
             self._previous.copy_(self.model)
@@ -185,6 +210,8 @@ class SiteEnd:
             self.step - self._sent_step,
             self._ratio,
             self.threshold.value if self.threshold else 0.0,
+            self.step - self._round_step,
+            self.pace.every if self.pace is not None else 0,
         )
         if self._called <= self._round and not self.plan.trigger.fires(moment):
             if gradient is not None:
@@ -247,12 +274,21 @@ class SiteEnd:
             fragment=fragment,
             step_update=self._step_update,
             threshold=self.threshold.value if self.threshold else 0.0,
-            codec=codec,
+            codec=self.up if codec is None and self.pace is not None else codec,
         )
         push = Push(
-            self.name, self._round, self._pushed, self.step, self.base.version, self._samples, parts, final, self.rate
+            self.name,
+            self._round,
+            self._pushed,
+            self.step,
+            self.base.version,
+            self._samples,
+            parts,
+            final,
+            self.rate,
+            self._stopwatch.report() if self.pace is not None else None,
         )
-        self._pushed = self._round
+        self._pushed, self._round_step = self._round, self.step
         self._flights.append(_Flight(push, now))
         return push
 
@@ -262,6 +298,9 @@ class SiteEnd:
         """A message has come. Answers wait for `settle`."""
         self._heard = now
         if isinstance(message, Answer):
+            for flight in self._flights:
+                if flight.push.round == message.taken.get(self.name):
+                    self._stopwatch.answered(flight.push.round, now - flight.sent_at)
             if message.version > self.base.version:
                 self._inbox[message.version] = message
             return []
@@ -299,6 +338,7 @@ class SiteEnd:
         """On to the step and the round where the others are."""
         step, number = present
         self.step = max(self.step, step) if not self._finishing else self.step
+        self._round_step = max(self._round_step, step)
         self._round = max(self._round, number)
 
     def _rebase(self, welcome: Welcome) -> None:
@@ -316,6 +356,8 @@ class SiteEnd:
         self._inbox = {v: a for v, a in self._inbox.items() if v > welcome.version}
         self._flights = [f for f in self._flights if f.push.round > welcome.taken]
         self.base.restore(welcome.snapshot, welcome.version, welcome.step)
+        if welcome.pace is not None and self.pace is not None:
+            self.pace = welcome.pace
         if fresh is not None:
             self._place(fresh, None)
 
@@ -326,7 +368,9 @@ class SiteEnd:
         found = {f"base.{name}": tensor for name, tensor in self.base.snapshot().items()}
         found |= {f"pending.{name}": tensor for name, tensor in self.pending.state().items()}
         numbers = [self.base.version, self.base.step, self.step, self._round, self._pushed, self._sent_step]
-        found["clock"] = torch.tensor([*numbers, self._called, int(self._finishing)])
+        found["clock"] = torch.tensor([*numbers, self._called, int(self._finishing), self._round_step])
+        if self.pace is not None:
+            found["pace"] = pace_tensor(self.pace)
         if not self.plan.shares_gradients:
             found |= {"model": self.model.clone(), "mark": self._mark.clone()}
         for name, tensor in (("previous", self._previous), ("step_update", self._step_update), ("done", self._done)):
@@ -342,9 +386,12 @@ class SiteEnd:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Become what `state()` was of; then `join`."""
-        version, base_step, self.step, self._round, self._pushed, self._sent_step, self._called, over = (
+        version, base_step, self.step, self._round, self._pushed, self._sent_step, self._called, over, begun = (
             int(number) for number in state["clock"]
         )
+        self._round_step = begun
+        if self.pace is not None:
+            self.pace = tensor_pace(state["pace"])
         self._finishing = bool(over)
         self.base.restore(_under("base.", state), version, base_step)
         self.pending.load(_under("pending.", state))

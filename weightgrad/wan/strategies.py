@@ -24,6 +24,7 @@ from weightgrad.errors import SpecError, StrategyError
 from weightgrad.site.weights import WeightsOut
 from weightgrad.wan import aggregators, consistency, parts, resume, selectors, triggers
 from weightgrad.wan.global_server import ServerPlan
+from weightgrad.wan.planner import Auto
 from weightgrad.wan.site_end import SitePlan
 
 _PARTS = {
@@ -33,6 +34,7 @@ _PARTS = {
     "aggregator": "aggregator",
     "consistency": "consistency",
     "resume": "resume",
+    "planner": "planner",
 }
 _CODECS = ("gradients", "weights", "up", "down", "flush")
 _SHORT = {"codec": "up", "every": "trigger"}
@@ -68,6 +70,7 @@ class Strategy:
     overlap: int = 0  # steps a site goes on while a round is on its way
     hide: int = 0  # overlap is as many steps as the slowest link needs for a round, at most this; 0: as said
     resume: str = "base"
+    planner: str = "fixed"  # or "auto(...)": the server sets trigger, overlap and both codecs from what is measured
     flush: str = "fp32"  # codec of what is pending at the end; "none" leaves it
     judge: str = "base"  # or "quantized": which weights the accuracy is of
     t: float | None = None  # stall rule: seconds without news after which no weights are released
@@ -134,6 +137,10 @@ class Strategy:
         if self.judge == "quantized" and self.weights == "fp32":
             raise StrategyError("judge = 'quantized', but the weights are fp32")
         self._fit_selectors()
+        if self.auto is not None and (self.shares != "updates" or self.consistency != "sync"):
+            raise StrategyError(f"planner {self.planner!r} needs shares = 'updates' and consistency = 'sync'")
+        if (self.auto is not None) != (self.trigger.partition("(")[0] == "paced"):
+            raise StrategyError(f"planner {self.planner!r} with trigger {self.trigger!r}: auto and paced go together")
         if parts.parse("consistency", self.consistency).alone and parts.call("", self.aggregator)[0] in _OF_MANY:
             raise StrategyError(
                 f"aggregator {self.aggregator!r} compares the pushes of a round, but with {self.consistency!r} each "
@@ -202,7 +209,14 @@ class Strategy:
             resume=parts.parse("resume", self.resume),
             flush=self.codec("flush"),
             t=self.t,
+            pace=auto.first().pace if (auto := self.auto) is not None else None,
         )
+
+    @property
+    def auto(self) -> Auto | None:
+        """The planner, where the server sets the pace."""
+        found = parts.parse("planner", self.planner)
+        return found if isinstance(found, Auto) else None
 
     def for_server(self) -> ServerPlan:
         """The parts the global server's needs."""
@@ -219,6 +233,7 @@ class Strategy:
             t_local=self.t_local,
             t_global=_AUTO_SECONDS if isinstance(self.t_global, str) else self.t_global,
             adapts=self.t_global == "auto",
+            auto=self.auto,
         )
 
     def optimizer_with(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,6 +377,17 @@ TABLE = _table(
         down_selector="nonzero",
         aggregator="sender_mean",
         resume="base_and_pending",
+    ),
+    Strategy(
+        name="auto",
+        about="no tuning: rounds, density and overlap from measured steps and links, so that the WAN hides",
+        shares="updates",
+        gradients="qsgd(bits=8)",
+        trigger="paced(8)",
+        planner="auto()",
+        up="ef(topk(0.02) > sign())",
+        down="ef(topk(0.02) > sign())",
+        flush="none",
     ),
 )
 

@@ -29,6 +29,8 @@ class Moment:
     since: int  # steps since something was last sent
     ratio: Callable[[], float]  # |done since then| / |one step|; costs a pass
     threshold: float  # G now
+    round_since: int = 0  # steps since the last round began
+    every: int = 0  # as the server's pace says
 
 
 class Trigger(ABC):
@@ -69,6 +71,21 @@ class Every(Trigger):
     def fires(self, moment: Moment) -> bool:
         """At multiples."""
         return moment.step % self.steps == 0
+
+
+@part("trigger", "paced")
+@dataclass(frozen=True)
+class Paced(Trigger):
+    """As often as the server says; every `steps` steps until it does."""
+
+    steps: int = 8
+
+    def __post_init__(self) -> None:
+        check("paced", "steps", self.steps, 1, 10**9, whole=True)
+
+    def fires(self, moment: Moment) -> bool:
+        """So many steps after the last round began."""
+        return moment.round_since >= (moment.every or self.steps)
 
 
 @part("trigger", "staggered")

@@ -1,0 +1,172 @@
+"""The simulated runs of a table: made where they are missing, read back, and compared row by row.
+
+    runs/tables/NAME/PART/ROW-HASH/seed-0
+
+The hash is of the recipe and of the strategy's row as it is now, so a run stands for exactly what made it: a
+finished one is not made again, and one of an older row or plan is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from field_sheet import Row
+from rich.console import Console
+from tables import Difference, Options, difference
+
+from weightgrad.errors import RunError
+from weightgrad.report import comparison, sweep
+from weightgrad.report.choices import Choice, safe_name
+from weightgrad.report.progress import watching
+from weightgrad.report.runs import Run
+from weightgrad.train import run as train_run
+from weightgrad.train.recipe import Recipe
+
+Strategy = str | Mapping[str, Any]  # a name, or a mapping with a name and what to change in its row
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a part of the table, a row of it, and the recipe with its seed."""
+
+    part: str
+    row: str
+    recipe: Recipe
+
+    def job(self, runs: Path) -> sweep.Job:
+        own = {**self.recipe.dump(), "seed": 0, "row": train_run.chosen_strategy(self.recipe).row()}
+        mark = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        seed = self.recipe.seed
+        directory = runs / safe_name(self.part) / f"{safe_name(self.row)}-{mark}" / f"seed-{seed}"
+        return sweep.Job(Choice(f"{self.part}, {self.row}"), seed, self.recipe, directory)
+
+
+def cells(part: str, recipe: Recipe, rows: Mapping[str, Strategy], seeds: int) -> list[Cell]:
+    """Seed by seed, every row."""
+    found = []
+    for seed in range(seeds):
+        for row, strategy in rows.items():
+            chosen = recipe.with_settings([f"strategy={json.dumps(strategy)}", f"seed={seed}"])
+            found.append(Cell(part, row, chosen))
+    return found
+
+
+@dataclass
+class Found:
+    """Runs by part and row, seeds in order."""
+
+    parts: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def all(self) -> list[Run]:
+        return [run for part in self.parts.values() for runs in part.values() for run in runs]
+
+    def facts(self) -> list[str]:
+        """When the runs were made and what they cost."""
+        walls = [run.wall for run in self.all() if run.wall]
+        dates = sorted({str(wall["date"])[:10] for wall in walls})
+        minutes = sum(float(wall["wall_seconds"]) for wall in walls) / 60
+        span = " to ".join([dates[0], dates[-1]] if len(dates) > 1 else dates)
+        return [f"{len(walls)} runs, made {span}, {minutes:.1f} minutes of one core each in turn."] if walls else []
+
+
+def finished(job: sweep.Job) -> bool:
+    """Whether its directory holds the whole run."""
+    try:
+        return Run.read(job.directory).finished
+    except RunError:
+        return False
+
+
+def run(wanted: Sequence[Cell], options: Options) -> Found:
+    """Make what is missing, so many at a time, and read all of it."""
+    console = Console(stderr=True, highlight=False)
+    jobs = [cell.job(options.runs / options.name) for cell in wanted]
+    todo = [job for job in jobs if not finished(job)]
+    if len(todo) < len(jobs):
+        console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished already.")
+    failures: dict[str, str] = {}
+    if options.jobs:
+        with watching(console, runs=len(todo), part=0.5) as watcher:
+            failures = sweep.run(todo, processes=options.jobs, simulate=train_run.simulate, watcher=watcher)
+    else:
+        for job in todo:
+            train_run.simulate(job.recipe, job.directory)
+    found = Found(failures=[f"{label}: {error}" for label, error in failures.items()])
+    for cell, job in zip(wanted, jobs, strict=True):
+        if job.label not in failures:
+            part = found.parts.setdefault(cell.part, {})
+            part.setdefault(cell.row, []).append(Run.read(job.directory))
+    return found
+
+
+def rows(part: Mapping[str, Sequence[Run]]) -> list[Row]:
+    """A part as numbers, against `baseline` or its first row: what each row reached, when, and what it cost."""
+    if not part:
+        return []
+    made = comparison.compare(part)
+    reference = made.rows[0]
+    found = []
+    for one in made.rows:
+        runs = part[one.strategy]
+        steps = statistics.fmean(run.summary["steps"] for run in runs)
+        losses = [run.summary["loss"] for run in runs if run.summary["loss"] is not None]
+        found.append(
+            {
+                "row": one.strategy + ("†" if one.diverged else ""),
+                "name": one.strategy,
+                "seeds": len(one.seeds),
+                "diverged": one.diverged,
+                "accuracy": None if one.accuracy_mean is None else 100 * one.accuracy_mean,
+                "spread": 100 * one.accuracy_std if len(one.seeds) > 1 else None,
+                "points": None if one.strategy == made.reference else one.difference_points,
+                "loss": statistics.fmean(losses) if losses else None,
+                "seconds": one.virtual_seconds,
+                "step_ms": 1000 * one.virtual_seconds / steps if steps else None,
+                "speedup": reference.virtual_seconds / one.virtual_seconds if one.virtual_seconds else None,
+                "seconds_to": one.seconds_to_accuracy,
+                "speedup_to": one.speedup_to_accuracy,
+                "reached": one.reached,
+                "wan_mb": one.wan_bytes / 1e6,
+                "lan_mb": one.lan_bytes / 1e6,
+                "ratio": one.wan_ratio,
+                "waiting": 100 * one.waiting_share,
+            }
+        )
+    return found
+
+
+COLUMNS = {
+    "row": ("", "row", "{}"),
+    "accuracy": ("accuracy %", "accuracy", "{:.2f}"),
+    "spread": ("±", "spread", "{:.2f}"),
+    "points": ("Δ points", "points", "{:+.2f}"),
+    "loss": ("loss", "loss", "{:.3f}"),
+    "seconds": ("seconds", "seconds", "{:.4g}"),
+    "step_ms": ("ms a step", "step_ms", "{:.4g}"),
+    "speedup": ("speedup, same steps", "speedup", "{:.2f}"),
+    "seconds_to": ("seconds to accuracy", "seconds_to", "{:.4g}"),
+    "speedup_to": ("speedup, same accuracy", "speedup_to", "{:.2f}"),
+    "reached": ("seeds that reached it", "reached", "{:d}"),
+    "wan_mb": ("WAN MB", "wan_mb", "{:.4g}"),
+    "ratio": ("fewer bytes", "ratio", "{:.4g}"),
+    "waiting": ("waiting %", "waiting", "{:.1f}"),
+}
+
+
+def columns(*names: str, first: str = "strategy") -> list[tuple[str, str, str]]:
+    """Columns of a sheet over `rows`, after the row's own name."""
+    return [(first, "row", "{}"), *(COLUMNS[name] for name in names)]
+
+
+def apart(part: Mapping[str, Sequence[Run]], row: str, reference: str, tested: int) -> Difference | None:
+    """How far two rows of a part are apart in accuracy, over the seeds that both have; None: there is none."""
+    both = [{run.seed: run.summary["accuracy"] for run in part.get(name, ())} for name in (row, reference)]
+    seeds = [s for s in both[0] if both[0][s] is not None and both[1].get(s) is not None]
+    return difference([both[0][s] for s in seeds], [both[1][s] for s in seeds], tested) if seeds else None

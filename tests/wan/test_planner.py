@@ -1,0 +1,154 @@
+"""What `auto` makes of measured links: the pace it sets, why, and that it does not swing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightgrad.errors import ProtocolError, StrategyError
+from weightgrad.wan import strategies
+from weightgrad.wan.pace import Pace, Stopwatch, pace_tensor, tensor_pace
+from weightgrad.wan.planner import Auto, LinkFit, Planner, sparse_bits
+
+NUMEL = 1_000_000
+SITES = ["east", "west"]
+
+
+def drive(planner: Planner, bit_s: float, delay: float, step: float, rounds: int = 12) -> list[str]:
+    """Rounds over a link of that speed; the reasons it gave."""
+    why = []
+    for _ in range(rounds):
+        codec = planner.now.pace.up
+        density = 1.0 if codec == "fp32" else float(codec.split("(")[2].split(")")[0])
+        nbytes = int(2 * NUMEL * sparse_bits(density) / 8)
+        for name in SITES:
+            planner.observe(name, step, 2 * delay + 8 * nbytes / bit_s, nbytes)
+        decision = planner.decide(SITES)
+        if decision is not None:
+            why.append(decision.why)
+    return why
+
+
+def planner() -> Planner:
+    return Planner(Auto(), NUMEL)
+
+
+def test_first_two_rounds_differ_in_size() -> None:
+    fresh = planner()
+    first = fresh.now.pace.up
+    decision = fresh.decide(SITES)
+    assert decision is not None
+    assert decision.pace.up != first
+    assert fresh.decide(SITES) is None, "then it waits for reports"
+
+
+def test_usual_link() -> None:
+    found = planner()
+    drive(found, 100e6, 0.04, 0.03)
+    assert (found.now.pace.every, found.now.pace.up) == (8, Auto().codec(0.02))
+    assert 0 < found.now.pace.overlap <= 8
+
+
+def test_a_link_faster_than_the_codec() -> None:
+    found = planner()
+    why = drive(found, 200e9, 1e-5, 0.03)
+    assert found.now.pace.every == 1
+    assert found.now.pace.up == found.now.down == "fp32"
+    assert "no compression: the link of east carries 200 Gbit/s, faster than the codec" in why[-1]
+
+
+@pytest.mark.parametrize(("bit_s", "delay"), [(1e6, 0.01), (20e6, 0.5), (2e6, 0.2)])
+def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float) -> None:
+    found = planner()
+    drive(found, bit_s, delay, 0.03)
+    pace = found.now.pace
+    assert pace.every > 8 or pace.up != Auto().codec(0.02)
+    density = float(pace.up.split("(")[2].split(")")[0])
+    assert 2 * delay + 2 * NUMEL * sparse_bits(density) / bit_s <= pace.every * 0.03, "and it hides"
+
+
+def test_it_follows_a_link_that_slows_and_recovers_and_does_not_swing() -> None:
+    found = planner()
+    drive(found, 100e6, 0.02, 0.03)
+    before = found.now.pace
+    drive(found, 1e6, 0.02, 0.03, rounds=60)
+    assert found.now.pace != before
+    settled = found.now.pace
+    assert drive(found, 1e6, 0.02, 0.03, rounds=30) == []
+    assert found.now.pace == settled
+    drive(found, 100e6, 0.02, 0.03, rounds=120)
+    assert (found.now.pace.every, found.now.pace.up) == (before.every, before.up)
+
+
+def test_the_slowest_site_sets_the_step() -> None:
+    found = planner()
+    for name, step in (("east", 0.01), ("west", 0.3)):
+        found.observe(name, step, 0.5, 100_000)
+    found.decide(SITES)
+    assert found.now.pace.overlap <= 3, "half a second is two steps of the slow one"
+
+
+def test_state_survives() -> None:
+    found = planner()
+    drive(found, 3e6, 0.05, 0.03)
+    again = planner()
+    again.load(found.state())
+    assert again.now == found.now
+    assert again.steps == found.steps
+    assert {n: f.line() for n, f in again.links.items()} == {n: f.line() for n, f in found.links.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0, 2), st.floats(1e-10, 1e-5), st.lists(st.integers(100, 10**7), min_size=2, max_size=30, unique=True))
+def test_the_fit_finds_delay_and_speed(delay: float, slope: float, sizes: list[int]) -> None:
+    fit = LinkFit()
+    for size in sizes:
+        fit.add(size, delay + slope * size)
+    found = fit.line()
+    for size in sizes:
+        wanted = delay + slope * size
+        assert found[0] + found[1] * size == pytest.approx(wanted, rel=0.05, abs=1e-4) or max(sizes) < 1.01 * min(sizes)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6)), max_size=20))
+def test_no_measurement_breaks_it(found: list[tuple[float, float]]) -> None:
+    one = planner()
+    for step, network in found:
+        for name in SITES:
+            one.observe(name, step, network, 1000)
+        decision = one.decide(SITES)
+        if decision is not None:
+            assert 0 <= decision.pace.overlap <= decision.pace.every
+
+
+def test_stopwatch_counts_steps_and_not_waiting() -> None:
+    watch = Stopwatch()
+    watch.begins(0.0)
+    watch.ends(1.0)
+    watch.begins(5.0)
+    watch.ends(6.0)
+    watch.answered(3, 0.5)
+    report = watch.report()
+    assert (report.step_seconds, report.round, report.round_seconds) == (1.0, 3, 0.5)
+    assert watch.report().round == 0, "told once"
+
+
+def test_pace_as_a_tensor() -> None:
+    pace = Pace(8, 2, "ef(topk(0.02) > sign())")
+    assert tensor_pace(pace_tensor(pace)) == pace
+    assert pace_tensor(pace).dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("every", "overlap", "up"), [(0, 0, "fp32"), (1, -1, "fp32"), (1, 0, "nope"), (1, 0, "")])
+def test_bad_paces(every: int, overlap: int, up: str) -> None:
+    with pytest.raises(ProtocolError, match="pace"):
+        Pace(every, overlap, up)
+
+
+def test_a_row_needs_both() -> None:
+    with pytest.raises(StrategyError, match="auto and paced go together"):
+        strategies.find("auto", {"trigger": "every(4)"})
+    with pytest.raises(StrategyError, match="needs shares"):
+        strategies.find("baseline", {"planner": "auto()", "trigger": "paced(8)"})

@@ -1,0 +1,227 @@
+"""The self-check: is every link what was asked for? Rate within 5 %, round trip within 2 ms; by real connections.
+
+Rates are of the line, as in every shaper: a packet of 1514 bytes carries 1448 bytes of a TCP stream. Loss and jitter
+are taken away while the rate is measured (with them TCP does not fill a line, and is not meant to), and put back.
+Directions are measured side by side as long as they stay below 400 Mbit/s together: more would measure the machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightgrad.emulate.lab import HERE, PYTHON
+from weightgrad.emulate.topology import WanLink
+from weightgrad.errors import EmulatorError
+from weightgrad.units import show_bit_s, show_seconds
+
+if TYPE_CHECKING:
+    from weightgrad.emulate.network import Network
+
+LINE_BYTES, STREAM_BYTES = 1514, 1448
+RATE_SHARE, ROUND_TRIP_SECONDS = 0.05, 0.002
+_TOGETHER_BIT_S = 400e6
+_ECHOES, _STEADY_S, _PATIENCE_S = 10, 0.6, 10.0
+_FILL = 0.75  # of the queue: what is not full is never dropped, what is not empty never idles
+_TAIL_S = 0.1  # when connections hang up one after the other, the last ones do not fill the line
+_FIRST_WINDOW_BYTES = 10 * STREAM_BYTES  # slow start begins with it
+_numbers = itertools.count()
+_PROBE = (*PYTHON, str(HERE / "probe.py"))
+
+
+@dataclass(frozen=True)
+class LinkCheck:
+    """One direction of a link: asked for, and measured (zero: nothing got through)."""
+
+    sender: str
+    receiver: str
+    asked_bit_s: float
+    measured_bit_s: float
+    asked_round_trip_s: float
+    measured_round_trip_s: float
+    jitter_s: float = 0.0
+
+    @property
+    def rate_error(self) -> float:
+        """Relative."""
+        return self.measured_bit_s / self.asked_bit_s - 1
+
+    @property
+    def round_trip_error_s(self) -> float:
+        """In seconds."""
+        return self.measured_round_trip_s - self.asked_round_trip_s
+
+    @property
+    def ok(self) -> bool:
+        """Both within bounds; jitter may move the round trip by itself."""
+        late = abs(self.round_trip_error_s) <= ROUND_TRIP_SECONDS + 2 * self.jitter_s
+        return late and abs(self.rate_error) <= RATE_SHARE and self.measured_round_trip_s > 0
+
+    def __str__(self) -> str:
+        rate = f"{show_bit_s(self.measured_bit_s)} of {show_bit_s(self.asked_bit_s)} ({100 * self.rate_error:+.1f} %)"
+        trip = f"{show_seconds(self.measured_round_trip_s)} of {show_seconds(self.asked_round_trip_s)}"
+        return f"{self.sender} → {self.receiver}: {rate}, round trip {trip}: {'ok' if self.ok else 'WRONG'}"
+
+
+@dataclass(frozen=True)
+class Flood:
+    """How to fill one direction of a link: so many connections, each with this window, for so long."""
+
+    connections: int
+    window_bytes: int
+    seconds: float
+
+    @classmethod
+    def of(cls, link: WanLink, sender: str) -> Flood:
+        """The line full and its queue nearly; time for slow start to get there, and for a steady look at it."""
+        rate = link.rate_bit_s(sender) / 8
+        on_the_way = rate * link.round_trip_seconds + _FILL * link.queue_bytes(sender)
+        window = on_the_way * STREAM_BYTES / LINE_BYTES
+        connections = min(max(math.ceil(window / 131_072), 4), 32)
+        doublings = max(math.log2(window / connections / _FIRST_WINDOW_BYTES), 0)
+        waiting = link.round_trip_seconds + _FILL * link.queue_bytes(sender) / rate
+        return cls(connections, max(int(window / connections), 4096), (1 + doublings) * waiting + _STEADY_S + _TAIL_S)
+
+
+def check_links(network: Network) -> tuple[LinkCheck, ...]:
+    """Every direction of every link, as the links are now; what is wrong is looked at once more."""
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(_Server(network, name)) for name in network.hosts}
+        links = network.links
+        found = _measure(network, servers, links)
+        again = [link for link in links if not all(one.ok for one in found[link])]
+        found |= _measure(network, servers, again)
+    return tuple(one for both in found.values() for one in both)
+
+
+def _measure(
+    network: Network, servers: dict[str, _Server], links: Sequence[WanLink]
+) -> dict[WanLink, tuple[LinkCheck, ...]]:
+    trips = _round_trips(network, servers, links)
+    for link in links:
+        network.set_link(*link.between, jitter_seconds=0.0, loss=0.0)
+    try:
+        rates = _rates(network, servers, links)
+    finally:
+        for link in links:
+            network.set_link(*link.between, jitter_seconds=link.jitter_seconds, loss=link.loss)
+    return {
+        link: tuple(
+            LinkCheck(
+                sender,
+                receiver,
+                link.rate_bit_s(sender),
+                rates[sender, receiver],
+                link.round_trip_seconds,
+                trips[frozenset(link.between)],
+                link.jitter_seconds,
+            )
+            for sender, receiver in (link.between, link.between[::-1])
+        )
+        for link in links
+    }
+
+
+class _Server:
+    """The probe's server on one host."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        self._process = network.host(name).popen(
+            [*_PROBE, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.port = int(self._process.stdout.readline())  # type: ignore[union-attr]
+        self._samples: dict[int, list[tuple[float, int]]] = {}
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def rate_bit_s(self, number: int) -> float:
+        """Of a flood that has ended."""
+        while number not in self._samples:
+            line = self._process.stdout.readline()  # type: ignore[union-attr]
+            if not line:
+                raise EmulatorError("the self-check's server has ended before it was told to; is somebody killing?")
+            ended, samples = json.loads(line)
+            self._samples[ended] = samples
+        return steady_bit_s(self._samples[number])
+
+
+def steady_bit_s(samples: Sequence[tuple[float, int]]) -> float:
+    """The line rate that received stream bytes stand for, from (second, bytes so far)."""
+    inner = [one for one in samples if one[0] <= samples[-1][0] - _TAIL_S]
+    inner = [one for one in inner if one[0] >= inner[-1][0] - _STEADY_S]
+    if len(inner) < 2:
+        return 0.0
+    (start, first), (end, last) = inner[0], inner[-1]
+    return 8 * (last - first) / (end - start) * LINE_BYTES / STREAM_BYTES
+
+
+def _client(network: Network, sender: str, receiver: str, server: _Server, what: str, *more: object) -> Any:
+    ip, port = network.reach(sender, receiver, server.port).rsplit(":", 1)
+    command = [*_PROBE, what, ip, port, *map(str, more)]
+    return network.host(sender).popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def _outcome(process: subprocess.Popen[str], seconds: float) -> str | None:
+    """What it printed; None if it failed."""
+    try:
+        out, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None
+    return out if process.returncode == 0 else None
+
+
+def _round_trips(
+    network: Network, servers: dict[str, _Server], links: Sequence[WanLink]
+) -> dict[frozenset[str], float]:
+    clients = {}
+    for link in links:
+        a, b = link.between
+        clients[frozenset((a, b))] = (_client(network, a, b, servers[b], "echo", _ECHOES), link)
+    found = {}
+    for ends, (client, link) in clients.items():
+        # Lost echoes come back when TCP sends them again, after a fifth of a second at least.
+        patience = _PATIENCE_S + (_ECHOES + 3) * (link.round_trip_seconds + link.loss)
+        out = _outcome(client, patience)
+        found[ends] = statistics.median(json.loads(out)) if out else 0.0
+    return found
+
+
+def _rates(network: Network, servers: dict[str, _Server], links: Sequence[WanLink]) -> dict[tuple[str, str], float]:
+    found = {}
+    for group in _groups(links):
+        started = []
+        for sender, receiver, link in group:
+            flood, number = Flood.of(link, sender), next(_numbers)
+            more = (number, flood.connections, flood.seconds, flood.window_bytes)
+            started.append((_client(network, sender, receiver, servers[receiver], "flood", *more), flood, number))
+        for (sender, receiver, _), (client, flood, number) in zip(group, started, strict=True):
+            came = _outcome(client, _PATIENCE_S + flood.seconds) is not None
+            found[sender, receiver] = servers[receiver].rate_bit_s(number) if came else 0.0
+    return found
+
+
+def _groups(links: Sequence[WanLink]) -> Iterator[list[tuple[str, str, WanLink]]]:
+    """Directions to measure together; never both of a link: acknowledgements take their share of the way back."""
+    todo = [(*ends, link) for link in links for ends in (link.between, link.between[::-1])]
+    while todo:
+        group: list[tuple[str, str, WanLink]] = []
+        for one in todo:
+            total = one[2].rate_bit_s(one[0]) + sum(link.rate_bit_s(sender) for sender, _, link in group)
+            if all(one[2] is not link for _, _, link in group) and (not group or total <= _TOGETHER_BIT_S):
+                group.append(one)
+        todo = [one for one in todo if one not in group]
+        yield group

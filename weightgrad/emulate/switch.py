@@ -1,0 +1,298 @@
+"""The delay switch: a learning-free Ethernet switch in user space that holds every packet for as long as its link is.
+
+Where the kernel has no `netem`, this program sits in the `wan` namespace with a packet socket on every port. A
+frame is known by its destination's fixed address, so source and destination name its lane, and the lane its delay:
+
+    due = max(arrival + delay ± jitter, due of the packet before it)          the maximum: nothing is reordered
+
+Arrival is the kernel's time stamp, taken from a ring that the kernel writes into (PACKET_RX_RING), so a switch that
+the scheduler kept waiting still sends in time what is not due yet. PACKET_VNET_HDR lets segments that TCP has not cut
+yet (GSO) through in one piece: one packet for eleven. Loss is drawn a packet. A cut lane forgets what is on its way.
+
+Started by path (`python -I -S switch.py`), so that it imports the standard library only and is up in milliseconds.
+JSON lines come in on stdin, one answer each on stdout; it ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import mmap
+import os
+import random
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from typing import Any
+
+_AHEAD_S = 20e-6  # a packet may leave this much too early: less than a system call is worth
+_BATCH = 64  # packets from one port before the others get their turn
+_REALTIME_PRIORITY, _SLICE_NS = 10, 100_000
+
+
+class Lateness:
+    """How much later than due: a histogram of 10 µs bins up to 0.5 s, and the worst."""
+
+    _BIN_S, _BINS = 1e-5, 50_000
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._counts, self.packets, self.worst = [0] * self._BINS, 0, 0.0
+
+    def note(self, seconds: float) -> None:
+        """One packet left so late; too early counts as in time."""
+        self._counts[min(max(int(seconds / self._BIN_S), 0), self._BINS - 1)] += 1
+        self.packets += 1
+        if seconds > self.worst:
+            self.worst = seconds
+
+    def quantile(self, share: float) -> float:
+        """The upper edge of the bin below which that share of all packets is, in seconds."""
+        wanted, seen = share * self.packets, 0
+        for place, count in enumerate(self._counts):
+            seen += count
+            if count and seen >= wanted:
+                return min((place + 1) * self._BIN_S, self.worst)
+        return 0.0
+
+    def summary(self) -> dict[str, float]:
+        """For the record."""
+        found = {"packets": self.packets, "p50": self.quantile(0.5), "p99": self.quantile(0.99)}
+        return {**found, "worst": self.worst}
+
+
+class Lane:
+    """One direction of one link: its settings, what it holds back, and what has passed."""
+
+    __slots__ = ("bytes", "cut", "delay", "held", "jitter", "loss", "lost", "packets")
+
+    def __init__(self, delay: float, jitter: float = 0.0, loss: float = 0.0) -> None:
+        self.delay, self.jitter, self.loss, self.cut = delay, jitter, loss, False
+        self.held: deque[tuple[float, bytes]] = deque()
+        self.packets = self.bytes = self.lost = 0
+
+
+class Schedule:
+    """What the switch knows without sockets and clocks: packets in, packets out when they are due."""
+
+    def __init__(self, lanes: dict[tuple[int, int], Lane], draw: random.Random | None = None) -> None:
+        self.lanes = lanes
+        self._draw = (draw or random.Random()).random
+        self._busy: dict[tuple[int, int], Lane] = {}
+
+    def accept(self, arrived: float, pair: tuple[int, int], packet: bytes) -> None:
+        """A packet has come in; a pair without a lane is not joined by a link."""
+        lane = self.lanes.get(pair)
+        if lane is None:
+            return
+        if lane.cut or (lane.loss and self._draw() < lane.loss):
+            lane.lost += 1
+            return
+        due = arrived + lane.delay
+        if lane.jitter:
+            due += (2 * self._draw() - 1) * lane.jitter
+        if lane.held:
+            due = max(due, lane.held[-1][0])
+        else:
+            self._busy[pair] = lane
+        lane.held.append((due, packet))
+
+    def take(self, now: float) -> list[tuple[int, float, bytes]]:
+        """The packets that are due: port to send to, when it was due, and the packet; in order a lane."""
+        out = []
+        for pair, lane in list(self._busy.items()):
+            held = lane.held
+            while held and held[0][0] <= now:
+                due, packet = held.popleft()
+                lane.packets += 1
+                lane.bytes += len(packet)
+                out.append((pair[1], due, packet))
+            if not held:
+                del self._busy[pair]
+        return out
+
+    def next_due(self) -> float | None:
+        """When there is something to do again."""
+        return min((lane.held[0][0] for lane in self._busy.values()), default=None)
+
+    def set(self, pair: tuple[int, int], change: dict[str, Any]) -> None:
+        """New delay, jitter or loss for what comes from now on; a cut also drops what is on its way."""
+        lane = self.lanes[pair]
+        for name in ("delay", "jitter", "loss", "cut"):
+            if name in change:
+                setattr(lane, name, change[name])
+        if lane.cut:
+            lane.lost += len(lane.held)
+            lane.held.clear()
+            self._busy.pop(pair, None)
+
+
+class Port:
+    """A packet socket on one interface; numbers are those of <linux/if_packet.h>."""
+
+    _SOL_PACKET, _RX_RING, _STATISTICS, _VERSION = 263, 5, 6, 10
+    _VNET_HDR, _QDISC_BYPASS, _IGNORE_OUTGOING, _TPACKET_V2 = 15, 20, 23, 1
+    # A frame holds one packet of at most 16 KiB (the hosts' gso_max_size) and its headers.
+    _FRAME, _BLOCK, _BLOCKS = 17 * 1024, 1 << 20, 8
+    _HEADER, _STATUS = struct.Struct("=IIIHHII"), struct.Struct("=I")  # tpacket2_hdr
+    _VNET_BYTES = 10
+
+    def __init__(self, name: str) -> None:
+        self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # protocol 0: nothing before bind
+        for option, value in (
+            (self._VNET_HDR, 1),
+            (self._IGNORE_OUTGOING, 1),
+            (self._QDISC_BYPASS, 1),
+            (self._VERSION, self._TPACKET_V2),
+        ):
+            self.socket.setsockopt(self._SOL_PACKET, option, value)
+        each = self._BLOCK // self._FRAME
+        ring = struct.pack("=IIII", self._BLOCK, self._BLOCKS, self._FRAME, each * self._BLOCKS)
+        self.socket.setsockopt(self._SOL_PACKET, self._RX_RING, ring)
+        self._ring = mmap.mmap(self.socket.fileno(), self._BLOCK * self._BLOCKS)
+        self._frames = [b * self._BLOCK + f * self._FRAME for b in range(self._BLOCKS) for f in range(each)]
+        self._next = 0
+        self.drops = self.errors = 0
+        self.socket.bind((name, 3))  # ETH_P_ALL
+        self.socket.setblocking(False)
+
+    def packets(self) -> list[tuple[float, bytes]]:
+        """What has come in: the kernel's time stamp (of the day), and the packet with its virtio header."""
+        found, ring = [], self._ring
+        for _ in range(_BATCH):
+            frame = self._frames[self._next]
+            status, length, kept, mac, _, sec, nsec = self._HEADER.unpack_from(ring, frame)
+            if not status & 1:  # it is still the kernel's
+                break
+            if kept == length:
+                start = frame + mac
+                found.append((sec + nsec * 1e-9, ring[start - self._VNET_BYTES : start + kept]))
+            else:
+                self.errors += 1
+            self._STATUS.pack_into(ring, frame, 0)
+            self._next = (self._next + 1) % len(self._frames)
+        return found
+
+    def send(self, packet: bytes) -> None:
+        """Out, or counted."""
+        try:
+            self.socket.send(packet)
+        except OSError:
+            self.errors += 1
+
+    def count_drops(self) -> int:
+        """Packets that found the ring full, since the start; the kernel's own count starts anew when read."""
+        _, drops = struct.unpack("=II", self.socket.getsockopt(self._SOL_PACKET, self._STATISTICS, 8))
+        self.drops += drops
+        return self.drops
+
+
+class Switch:
+    """Ports, schedule and control, and the loop that serves them."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.ports = [Port(name) for name, _ in spec["ports"]]
+        self._place = {bytes.fromhex(mac.replace(":", "")): i for i, (_, mac) in enumerate(spec["ports"])}
+        self.schedule = Schedule({(i, j): Lane(0.0) for i, j, _ in spec["lanes"]})
+        for i, j, settings in spec["lanes"]:
+            self.schedule.set((i, j), settings)
+        self.lateness = Lateness()
+        self._sockets = {port.socket: i for i, port in enumerate(self.ports)}
+        self._typed = b""
+
+    def serve(self) -> None:
+        """Until stdin ends."""
+        waits = [*self._sockets, sys.stdin.fileno()]
+        while True:
+            self._send()
+            due = self.schedule.next_due()
+            pause = 1.0 if due is None else min(max(due - _AHEAD_S - time.monotonic(), 0.0), 1.0)
+            ready, _, _ = select.select(waits, [], [], pause)
+            for one in ready:
+                if isinstance(one, int):
+                    if not self._obey():
+                        return
+                else:
+                    self._receive(self._sockets[one])
+
+    def _receive(self, place: int) -> None:
+        arrived = self.ports[place].packets()
+        ahead, now = time.time() - time.monotonic(), time.monotonic()
+        for stamp, packet in arrived:
+            # Clocks of the day are set now and then: a stamp is believed within half a second.
+            when = min(max(stamp - ahead, now - 0.5), now)
+            target = self._place.get(packet[10:16])  # after the virtio header
+            if target is not None:
+                self.schedule.accept(when, (place, target), packet)
+
+    def _send(self) -> None:
+        clock, late = time.monotonic, self.lateness.note
+        for port, due, packet in self.schedule.take(clock() + _AHEAD_S):
+            self.ports[port].send(packet)
+            late(clock() - due)
+
+    def _obey(self) -> bool:
+        got = os.read(sys.stdin.fileno(), 65536)
+        *lines, self._typed = (self._typed + got).split(b"\n")
+        for line in lines:
+            answer(self._do(json.loads(line)))
+        return bool(got)
+
+    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        for i, j, settings in request.get("set", ()):
+            self.schedule.set((i, j), settings)
+        found: dict[str, Any] = {}
+        if request.get("stats"):
+            header = Port._VNET_BYTES
+            for (i, j), lane in self.schedule.lanes.items():
+                size = lane.bytes - header * lane.packets
+                found[f"{i}>{j}"] = {"packets": lane.packets, "bytes": size, "lost": lane.lost}
+            found = {"lanes": found, "lateness": self.lateness.summary()}
+            found["errors"] = sum(port.errors for port in self.ports)
+            found["drops"] = sum(port.count_drops() for port in self.ports)
+        if request.get("fresh"):
+            self.lateness.clear()
+        return found
+
+
+def answer(value: dict[str, Any]) -> None:
+    """One line to whoever started us."""
+    os.write(sys.stdout.fileno(), json.dumps(value).encode() + b"\n")
+
+
+def ask_for_short_slices() -> None:
+    """Kernels from 6.12 on let a task that wants little at a time run soon (EEVDF); others do not mind."""
+    number = {"x86_64": 314, "aarch64": 274}.get(os.uname().machine)
+    if number is not None and sys.platform == "linux":
+        # struct sched_attr: size, policy (normal), flags, nice, priority, runtime in ns, deadline, period
+        wish = struct.pack("=IIQiIQQQ", 48, 0, 0, 0, 0, _SLICE_NS, 0, 0)
+        ctypes.CDLL(None).syscall(number, 0, wish, 0)
+
+
+def main() -> None:
+    """The first line on stdin says what the switch is: ports, lanes, and whether to ask for real time."""
+    spec = json.loads(sys.stdin.readline())
+    ctypes.CDLL(None).prctl(29, ctypes.c_ulong(1), 0, 0, 0)  # PR_SET_TIMERSLACK: 1 ns, not 50 µs
+    ask_for_short_slices()
+    realtime = False
+    if spec["realtime"]:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_REALTIME_PRIORITY))
+            realtime = True
+    switch = Switch(spec)
+    gc.collect()
+    gc.disable()  # nothing here makes cycles, and a collection would make packets late
+    answer({"ready": True, "realtime": realtime})
+    switch.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""A wide area network of real namespaces on one Linux machine: the real TCP over real queues."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightgrad.emulate import netem, plan
+from weightgrad.emulate.delays import Delay
+from weightgrad.emulate.lab import Lab
+from weightgrad.emulate.network import Host, Network
+from weightgrad.emulate.stats import PairStats, WanStats
+from weightgrad.emulate.switch_delay import SwitchDelay
+from weightgrad.emulate.topology import WanLink
+from weightgrad.errors import EmulatorError, NamespacesRefusedError, TopologyError
+
+
+class NamespaceHost(Host):
+    """A network namespace of its own, and a hostname; names of other hosts resolve."""
+
+    def __init__(self, lab: Lab, name: str, place: int) -> None:
+        super().__init__(name, plan.address(place))
+        self._lab, self._net = lab, plan.host_net(place)
+
+    def _popen(self, command: list[str], **keywords: Any) -> subprocess.Popen[Any]:
+        return self._lab.popen(self._net, self.name, command, **keywords)
+
+    def pids(self) -> list[int]:
+        """By the numbers that they have outside."""
+        return self._lab.pids(self._net)
+
+    def kill_all(self) -> int:
+        """By the keeper, which sees them all."""
+        return self._lab.kill(self._net, signal.SIGKILL)
+
+
+class Wan(Network):
+    """Hosts, gateways and the way between them as namespaces; as root directly, otherwise through a user namespace."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        links: Iterable[WanLink],
+        *,
+        delay: str = "auto",
+        congestion: str = "cubic",
+        rootless: bool | None = None,
+        realtime: bool | None = None,
+    ) -> None:
+        super().__init__(hosts, links)
+        if delay not in ("auto", "netem", "switch"):
+            raise TopologyError(f"delay is {delay!r}; wanted auto, netem or switch")
+        self._kind, self._congestion, self._realtime = delay, congestion, realtime
+        self._lab = Lab(os.geteuid() != 0 if rootless is None else rootless)
+        self._delay: Delay | None = None
+
+    @property
+    def bound_seconds(self) -> float:  # type: ignore[override]
+        """With real-time priority the switch has no excuse; without, it waits for its turn like everybody."""
+        return 0.002 if isinstance(self._delay, SwitchDelay) and self._delay.realtime else 0.008
+
+    def open(self) -> None:
+        """Namespaces, interfaces, shaping and delay; about a third of a second for three hosts."""
+        if self._delay is not None:
+            return
+        self._check_congestion()
+        self._lab.open()
+        try:
+            self._lab.name_hosts({name: plan.address(i) for i, name in enumerate(self.hosts)})
+            try:
+                self._lab.apply(plan.build(self._topology, self._congestion))
+            except EmulatorError as error:
+                raise NamespacesRefusedError(f"namespaces are allowed, but not what goes into them: {error}") from error
+            self._delay = self._choose_delay()
+            self._delay.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_congestion(self) -> None:
+        path = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+        known = path.read_text().split() if path.exists() else [self._congestion]
+        if self._congestion not in known:
+            raise TopologyError(f"congestion is {self._congestion!r}; this kernel has {', '.join(known)}")
+
+    def _choose_delay(self) -> Delay:
+        if self._kind != "switch":
+            if netem.available(self._lab):
+                return netem.NetemDelay(self._lab, self._topology)
+            if self._kind == "netem":
+                raise EmulatorError("delay='netem': this kernel has none; use 'switch', or 'auto'")
+        return SwitchDelay(self._lab, self._topology, self._realtime)
+
+    @property
+    def _opened(self) -> Delay:
+        if self._delay is None:
+            raise EmulatorError("the network is not open: use it in a `with` block")
+        return self._delay
+
+    def close(self) -> None:
+        """The switch, then the namespaces with all that runs in them."""
+        if self._delay is not None:
+            self._delay.close()
+            self._delay = None
+        self._lab.close()
+
+    def host(self, name: str) -> Host:
+        """One of the hosts."""
+        return NamespaceHost(self._lab, name, self._topology.place(name))
+
+    def reach(self, sender: str, receiver: str, port: int) -> str:
+        """A host has one address, the same for all; raises if no link leads there."""
+        if sender != receiver:
+            self._topology.link(sender, receiver)
+        return f"{plan.address(self._topology.place(receiver))}:{port}"
+
+    def _follow(self, link: WanLink, *, cut: bool) -> None:
+        self._opened.set(link, cut=cut)
+        self._lab.apply(plan.reshape(self._topology, link))
+
+    def stats(self) -> WanStats:
+        """From the queues of the gateways and from the delay."""
+        delay = self._opened.stats()
+        places = range(len(self.hosts))
+        steps = [plan.Step(net=plan.gateway_net(i), options=["-s", "-j"], tc=["qdisc show dev wan0"]) for i in places]
+        queues = [{one["handle"]: one for one in json.loads(out)} for out in self._lab.apply(steps)]
+        pairs = {}
+        for sender, receiver, _ in self._topology.directions():
+            i, j = self._topology.place(sender), self._topology.place(receiver)
+            queue = queues[i][plan.leaf(j)]
+            passed = (queue["bytes"], queue["packets"], queue["drops"])
+            pairs[sender, receiver] = PairStats(*passed, lost=delay.lost.get((i, j), 0))
+        return WanStats(pairs, delay.lateness, delay.errors)
+
+    def _fresh(self) -> None:
+        self._opened.fresh()
+
+    def describe(self) -> dict[str, Any]:
+        """What it is made of."""
+        return {
+            "kind": "namespaces, rootless" if self._lab.rootless else "namespaces, root",
+            **self._opened.describe(),
+            "congestion": self._congestion,
+            "kernel": platform.release(),
+            "links": [link.as_dict() for link in self.links],
+        }

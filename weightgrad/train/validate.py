@@ -1,0 +1,209 @@
+"""The simulator kept honest: a recipe in both worlds, side by side.
+
+Both run the same recipe, seed and strategy. The simulator is told what this machine's processes cost besides
+computing and the network (`step_overhead`, `message_overhead`), measured once over links that are not
+in the way; everything else is its own prediction.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from weightgrad import ledger
+from weightgrad.emulate.network import Network
+from weightgrad.errors import RunError
+from weightgrad.train import emulated
+from weightgrad.train.recipe import Recipe
+from weightgrad.train.run import simulate
+
+_FREE = ("links.{}.bandwidth=2 Gbit/s", "links.{}.delay=0.2 ms")
+_WARM = 0.2  # of the steps are not counted: connections are opened, processes find their pace
+
+
+@dataclass(frozen=True)
+class Clockwork:
+    """What a ledger says about time, and what it says was sent."""
+
+    step_s: float
+    round_s: float
+    waiting_s: float  # of a site, a step
+    bytes: tuple[tuple[int, int], ...]  # up and down, of every round
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One strategy over one kind of link, in both worlds."""
+
+    strategy: str
+    mbit_s: float
+    rtt_ms: float
+    simulated_step_s: float
+    emulated_step_s: float
+    relative_error: float
+    simulated_round_s: float
+    emulated_round_s: float
+    simulated_waiting_s: float
+    emulated_waiting_s: float
+    bytes_equal: bool
+    bases_equal: bool
+    trusted: bool
+    verdict: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def clockwork(directory: Path, sites: Sequence[str]) -> Clockwork:
+    """Of a finished run of either world."""
+    book = ledger.read(directory / "ledger.jsonl")
+    steps: dict[str, list[float]] = {name: [] for name in sites}
+    for name in sites:
+        own = directory / "state" / name / "ledger.jsonl"
+        lines = ledger.read(own) if own.exists() else book
+        steps[name] = [entry["t"] for entry in lines if entry["kind"] == "step" and entry["site"] == name]
+    rounds = [entry for entry in book if entry["kind"] == "round"]
+    ends = [entry for entry in book if entry["kind"] == "site"]
+    count = len(next(iter(steps.values())))
+    return Clockwork(
+        step_s=max(_mean_gap(times) for times in steps.values()),
+        round_s=_mean_gap([entry["t"] for entry in rounds]),
+        waiting_s=statistics.fmean(entry["waiting_seconds"] for entry in ends) / max(1, count),
+        bytes=tuple((entry["up_bytes"], entry["down_bytes"]) for entry in rounds),
+    )
+
+
+def _mean_gap(times: list[float]) -> float:
+    kept = times[int(_WARM * len(times)) :]
+    return (kept[-1] - kept[0]) / (len(kept) - 1) if len(kept) > 1 else 0.0
+
+
+def same_base(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same bits."""
+    first, second = (load_file(str(run / "base.safetensors")) for run in (one, other))
+    names = {name for name in first if not name.startswith("quantized.")}
+    return names == {name for name in second if not name.startswith("quantized.")} and all(
+        torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in names
+    )
+
+
+@dataclass
+class Validation:
+    """Runs both worlds; `kind` and `delay` choose the emulator."""
+
+    recipe: Recipe
+    out: Path
+    kind: str = "auto"
+    delay: str = "auto"
+    say: Callable[[str], None] = lambda line: None
+
+    def calibrated(self) -> Recipe:
+        """The recipe with this machine's overheads, and with passes that its processes can keep up with."""
+        recipe = self._free(self.recipe)
+        late, seconds = 1.0, _seconds_per_step(recipe)
+        for _ in range(5):
+            quiet = recipe.with_settings([f"compute.seconds_per_step={seconds:.4f}", "strategy=baseline"])
+            summary, real = self._emulated(quiet, self.out / "calibration-baseline")
+            late = summary["late_steps"]
+            if late <= 0.02:
+                break
+            self.say(f"{late:.0%} of the passes took longer than {1e3 * seconds:.0f} ms: trying half as much again")
+            seconds *= 1.5
+        else:
+            raise RunError(f"this machine cannot keep up: {late:.0%} of the passes were late at {seconds:.3f} s a step")
+        # Rounds that cost next to nothing, and hardly any of them: what is left is the step itself.
+        alone = quiet.with_settings(["strategy={name: diloco, every: 1000000}"])
+        _, silent = self._emulated(alone, self.out / "calibration-silent")
+        step = max(0.0, silent.step_s - self._simulated(alone, "calibration-silent-simulated").step_s)
+        known = quiet.with_settings([f"compute.step_overhead={step:.6f}"])
+        rest = max(0.0, real.step_s - self._simulated(known, "calibration-baseline-simulated").step_s)
+        # Four in a row: the site sends, the server receives and sends, the site receives.
+        message = rest / 4
+        self.say(
+            f"on this machine: passes of {1e3 * seconds:.1f} ms, {1e3 * step:.2f} ms more a step, "
+            f"{1e3 * message:.2f} ms a message sent or received"
+        )
+        overheads = [f"compute.step_overhead={step:.6f}", f"compute.message_overhead={message:.6f}"]
+        return self.recipe.with_settings([f"compute.seconds_per_step={seconds:.4f}", *overheads])
+
+    def compare(self, recipe: Recipe, label: str, place: str) -> Comparison:
+        """One recipe in both worlds."""
+        directory = self.out / place
+        predicted = self._simulated(recipe, f"{place}/simulated")
+        summary, real = self._emulated(recipe, directory / "emulated")
+        near = [x for x in recipe.link_list if recipe.server.name in x.between]
+        return Comparison(
+            strategy=label,
+            mbit_s=min(x.least_bit_s for x in near) / 1e6,
+            rtt_ms=2e3 * max(x.delay_seconds for x in near),
+            simulated_step_s=predicted.step_s,
+            emulated_step_s=real.step_s,
+            relative_error=predicted.step_s / real.step_s - 1,
+            simulated_round_s=predicted.round_s,
+            emulated_round_s=real.round_s,
+            simulated_waiting_s=predicted.waiting_s,
+            emulated_waiting_s=real.waiting_s,
+            bytes_equal=predicted.bytes == real.bytes,
+            bases_equal=same_base(directory / "simulated", directory / "emulated"),
+            trusted=summary["emulated"]["trusted"],
+            verdict=summary["emulated"]["verdict"],
+        )
+
+    def _free(self, recipe: Recipe) -> Recipe:
+        return recipe.with_settings([text.format(n) for n in range(len(recipe.links)) for text in _FREE])
+
+    def _names(self, recipe: Recipe) -> list[str]:
+        return [site.name for site in recipe.site_list]
+
+    def _simulated(self, recipe: Recipe, place: str) -> Clockwork:
+        simulate(recipe, self.out / place)
+        return clockwork(self.out / place, self._names(recipe))
+
+    def _emulated(self, recipe: Recipe, directory: Path) -> tuple[dict[str, Any], Clockwork]:
+        with self._network(recipe) as wan:
+            wan.check()
+            summary = emulated.emulate(recipe, directory, wan)
+        return summary, clockwork(directory, self._names(recipe))
+
+    def _network(self, recipe: Recipe) -> Network:
+        return emulated.network(recipe, kind=self.kind, delay=self.delay)
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What the simulator said about a run that has been emulated."""
+
+    simulated: Clockwork
+    emulated: Clockwork
+    bases_equal: bool
+
+
+def foretold(recipe: Recipe, directory: Path) -> Foretold:
+    """Simulate what was emulated in `directory`."""
+    names = [site.name for site in recipe.site_list]
+    simulate(recipe, directory / "simulated")
+    return Foretold(
+        clockwork(directory / "simulated", names),
+        clockwork(directory, names),
+        same_base(directory / "simulated", directory),
+    )
+
+
+def _seconds_per_step(recipe: Recipe) -> float:
+    seconds = recipe.compute.seconds_per_step
+    return 0.02 if isinstance(seconds, str) else float(seconds)
+
+
+def at(recipe: Recipe, mbit_s: float, rtt_ms: float) -> Recipe:
+    """The recipe with every link at that speed and round trip."""
+    changes = [
+        (f"links.{n}.bandwidth={mbit_s} Mbit/s", f"links.{n}.delay={rtt_ms / 2} ms") for n in range(len(recipe.links))
+    ]
+    return recipe.with_settings([text for pair in changes for text in pair])

@@ -1,0 +1,243 @@
+"""`auto`: the server sets the pace from what the sites measured.
+
+A site reports with each push how long its steps take and how long its last push took to be answered. Less
+what the server held the round for the others, that is the link: `seconds = delay + bytes / speed`, fitted per
+site with recent rounds counting more. From that the planner takes, in this order of preference, the first pace
+whose exchange hides behind the compute between two rounds:
+
+1. nothing encoded, every step, where every link is faster than the codecs are;
+2. `every` steps with the `density` that training does not feel;
+3. sparser, down to `least`, at the same steps;
+4. fewer rounds, up to `at_most` steps apart.
+
+It goes to a slower pace as soon as the present one no longer hides, and back only when the faster one would
+with room to spare, so it does not swing. Every change is said with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from weightgrad.errors import StrategyError
+from weightgrad.units import show_bit_s
+from weightgrad.wan.pace import Pace
+from weightgrad.wan.parts import check, part
+
+CODEC_BYTES_S = 3e9  # float32 encoded and decoded again, on one core: see docs/codec-speed.md
+_HIDDEN = 0.8  # of the compute between two rounds may be the exchange
+_EAGER = 0.5  # less than that to go back to a faster pace
+_FORGET = 0.9  # what a round counts for in the fit, one round later
+_PROBE = 0.1  # density of the first round: two sizes tell delay and speed apart
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A pace, the codec of the answers, and why."""
+
+    pace: Pace
+    down: str
+    why: str
+
+    def words(self) -> dict[str, Any]:
+        """For a ledger."""
+        pace = self.pace
+        return {"every": pace.every, "overlap": pace.overlap, "up": pace.up, "down": self.down, "why": self.why}
+
+
+@part("planner", "fixed")
+@dataclass(frozen=True)
+class Fixed:
+    """The row as it stands."""
+
+    word: ClassVar[str]
+
+
+@part("planner", "auto")
+@dataclass(frozen=True)
+class Auto:
+    """Rounds, density and overlap from measured steps and links."""
+
+    every: int = 8
+    density: float = 0.02
+    least: float = 0.0025
+    at_most: int = 64
+    values: str = "sign()"
+
+    word: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check("auto", "every", self.every, 1, 10**6, whole=True)
+        check("auto", "density", self.density, 1e-6, 0.5)
+        check("auto", "least", self.least, 1e-6, self.density)
+        check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
+        if not isinstance(self.values, str):
+            raise StrategyError(f"auto: values = {self.values!r}; it is a codec such as 'sign()'")
+
+    def first(self) -> Decision:
+        """Before anything is known: soon, and larger than usual, so that the second round tells them apart."""
+        return Decision(Pace(1, 1, self.codec(_PROBE)), self.codec(_PROBE), "nothing is known yet: a first look")
+
+    def codec(self, density: float) -> str:
+        """Of that density; 1: everything as it is."""
+        return "fp32" if density >= 1 else f"ef(topk({density:g}) > {self.values})"
+
+    def ladder(self) -> Iterator[tuple[int, float]]:
+        """(every, density), the best first."""
+        yield self.every, self.density
+        density = self.density
+        while density / 2 >= self.least:
+            density /= 2
+            yield self.every, density
+        every = self.every
+        while 2 * every <= self.at_most:
+            every *= 2
+            yield every, self.density
+            if density < self.density:
+                yield every, density
+
+
+def sparse_bits(density: float) -> float:
+    """An element, of entries by sign: gaps by Golomb-Rice and the sign; 1: a float32."""
+    return 32.0 if density >= 1 else density * (math.log2(1 / density) + 1.6 + 1.0)
+
+
+@dataclass
+class LinkFit:
+    """seconds = delay + bytes * slope, by least squares with forgetting; neither below zero."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # w, wx, wy, wxx, wxy
+
+    def add(self, nbytes: float, seconds: float) -> None:
+        """One more round."""
+        terms = (1.0, nbytes, seconds, nbytes * nbytes, nbytes * seconds)
+        self.sums = [_FORGET * old + new for old, new in zip(self.sums, terms, strict=True)]
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to go by."""
+        return self.sums[0] > 0
+
+    def line(self) -> tuple[float, float]:
+        """(delay, seconds a byte)."""
+        w, x, y, xx, xy = self.sums
+        spread = w * xx - x * x
+        if spread <= 1e-6 * w * xx:  # all of one size: take all of it for delay, and look closer when it changes
+            return y / w, 0.0
+        slope = max(0.0, (w * xy - x * y) / spread)
+        delay = (y - slope * x) / w
+        return (delay, slope) if delay >= 0 else (0.0, y / x)
+
+
+@dataclass
+class Planner:
+    """What the server knows of its sites, and the pace it has set."""
+
+    auto: Auto
+    numel: int
+    now: Decision = field(init=False)
+    steps: dict[str, float] = field(default_factory=dict)
+    links: dict[str, LinkFit] = field(default_factory=dict)
+    looked: int = 0
+
+    def __post_init__(self) -> None:
+        self.now = self.auto.first()
+
+    def observe(self, site: str, step_seconds: float, network_seconds: float | None, nbytes: int) -> None:
+        """A site's report; the time on the network of a round of so many bytes, both ways, where there is one."""
+        if step_seconds > 0:
+            self.steps[site] = step_seconds
+        if network_seconds is not None:
+            self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0))
+
+    def decide(self, present: list[str]) -> Decision | None:
+        """A new pace for these sites, or None to go on as it is. Called as each round closes."""
+        known = [name for name in present if name in self.steps and name in self.links]
+        if not present or len(known) < len(present):
+            return self._look()
+        found = self._best(known)
+        if found.pace == self.now.pace and found.down == self.now.down:
+            return None
+        self.now = found
+        return found
+
+    def _look(self) -> Decision | None:
+        """Some have not reported: the second look has the usual size, the others wait for what comes."""
+        self.looked += 1
+        if self.looked != 1:
+            return None
+        usual = self.auto.codec(self.auto.density)
+        self.now = Decision(Pace(2, 2, usual), usual, "a second look, at the usual size")
+        return self.now
+
+    def _best(self, sites: list[str]) -> Decision:
+        step = max(self.steps[name] for name in sites)
+        lines = {name: self.links[name].line() for name in sites}
+        slowest = max(lines, key=lambda name: lines[name][1])
+        slope = lines[slowest][1]
+        if 0 < slope < 1 / CODEC_BYTES_S:
+            seconds = self._seconds(lines, 1.0)
+            if seconds <= _HIDDEN * step:
+                why = f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec"
+                return self._decision(1, 1.0, seconds, step, why)
+        for every, density in self.auto.ladder():
+            seconds = self._seconds(lines, density)
+            room = (_HIDDEN if self._as_slow(every, density) else _EAGER) * every * step
+            if seconds <= room:
+                break
+        why = (
+            f"a round takes {seconds:.3f} s on the slowest link, {every} steps of {step:.3f} s hide "
+            f"{min(1.0, every * step / seconds) if seconds else 1.0:.0%} of it"
+        )
+        return self._decision(every, density, seconds, step, why)
+
+    def _as_slow(self, every: int, density: float) -> bool:
+        """Whether that sends no more than the present pace does."""
+        present = self.now.pace
+        order = [(one, self.auto.codec(share)) for one, share in self.auto.ladder()]
+        here = (every, self.auto.codec(density))
+        now = (present.every, present.up)
+        return now not in order or order.index(here) >= order.index(now)
+
+    def _decision(self, every: int, density: float, seconds: float, step: float, why: str) -> Decision:
+        needed = every if 1.1 * seconds > every * step else math.ceil(1.1 * seconds / step)
+        overlap = min(every, max(1, needed)) if seconds > 0.02 * step else 0
+        pace, codec = self.now.pace, self.auto.codec(density)
+        if (pace.every, pace.up) == (every, codec) and overlap <= pace.overlap <= overlap + 1:
+            overlap = pace.overlap  # one step more or less is noise
+        return Decision(Pace(every, overlap, codec), codec, why)
+
+    def _seconds(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
+        nbytes = 2 * self.numel * sparse_bits(density) / 8
+        return max(delay + slope * nbytes for delay, slope in lines.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        text = f"{self.now.pace.every}\n{self.now.pace.overlap}\n{self.now.pace.up}\n{self.now.down}\n{self.now.why}"
+        found = {
+            "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
+            "looked": torch.tensor(self.looked),
+        }
+        for name, seconds in self.steps.items():
+            found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
+        for name, fit in self.links.items():
+            found[f"link.{name}"] = torch.tensor(fit.sums, dtype=torch.float64)
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Become what `state` was of."""
+        every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
+        self.now = Decision(Pace(int(every), int(overlap), up), down, why)
+        self.looked = int(state["looked"])
+        own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
+        self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
+        self.links = {
+            name.removeprefix("link."): LinkFit([float(x) for x in tensor])
+            for name, tensor in state.items()
+            if name.startswith("link.")
+        }
