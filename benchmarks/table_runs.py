@@ -73,7 +73,11 @@ class Found:
         dates = sorted({str(wall["date"])[:10] for wall in walls})
         minutes = sum(float(wall["wall_seconds"]) for wall in walls) / 60
         span = " to ".join([dates[0], dates[-1]] if len(dates) > 1 else dates)
-        return [f"{len(walls)} runs, made {span}, {minutes:.1f} minutes of one core each in turn."] if walls else []
+        return (
+            [f"{len(walls)} runs, made {span}; their wall times, one core each, add up to {minutes:.1f} minutes."]
+            if walls
+            else []
+        )
 
 
 def finished(job: sweep.Job) -> bool:

@@ -50,9 +50,11 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
     script = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a minute, to see that it works; nothing to conclude from")
-    parser.add_argument("--out", type=Path, help="directory of the result [benchmarks/results; quick: runs/tables-quick]")
+    parser.add_argument("--out", type=Path, help="where the result goes [benchmarks/results; quick: runs/tables-quick]")
     parser.add_argument("--runs", type=Path, help="directory of what it is made of [runs/tables; quick: OUT/runs]")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, each on one thread")
+    parser.add_argument(
+        "--jobs", type=int, help="runs at a time, each on one thread [all cores; quick: 0, no processes]"
+    )
     numbers = [one for one in dataclasses.fields(plan) if isinstance(getattr(plan, one.name), int)]  # type: ignore[arg-type]
     for one in numbers:
         said = f"{one.metadata.get('help', one.name.replace('_', ' '))} [{getattr(plan, one.name)}]"
@@ -63,7 +65,8 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
         parser.error("--quick is nothing to conclude from: it does not write to benchmarks/results")
     changes = {one.name: getattr(given, one.name) for one in numbers if getattr(given, one.name) is not None}
     wrong = [name for name, value in changes.items() if value < 1]
-    if wrong or given.jobs < 0:
+    jobs = (0 if given.quick else os.cpu_count() or 1) if given.jobs is None else given.jobs
+    if wrong or jobs < 0:
         parser.error(f"--{(wrong or ['jobs'])[0].replace('_', '-')} must be at least {1 if wrong else 0}")
     options = Options(
         name=script.removeprefix("table_").removesuffix(".py"),
@@ -71,7 +74,7 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
         quick=given.quick,
         out=out,
         runs=given.runs or (out / "runs" if given.quick else Path("runs/tables")),
-        jobs=given.jobs,
+        jobs=jobs,
     )
     return dataclasses.replace(quick if given.quick else plan, **changes), options  # type: ignore[type-var]
 
@@ -133,6 +136,7 @@ class Document:
     measured: list[str]  # what is measured and what is modelled
     charts: dict[str, str] = field(default_factory=dict)  # name: SVG
     failures: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)  # more of them, for the JSON file
 
     def markdown(self, options: Options, stem: str) -> str:
         lines = [f"# {self.title}", "", "```sh", options.command, "```", "", f"{measured_on()}.", ""]
@@ -162,6 +166,7 @@ class Document:
             "sheets": [sheet.as_dict() for sheet in self.sheets],
             "measured": self.measured,
             "failures": self.failures,
+            **self.numbers,
         }
         files = {
             f"{stem}.md": self.markdown(options, stem),

@@ -156,8 +156,8 @@ class Hub:
         self.address = f"127.0.0.1:{self.server.lanes.port}"
         self.error: BaseException | None = None
         self.bases: dict[int, str] = {}  # digests by version, of the rounds that this server has closed
-        self._report = self.server._report
-        self.server._report = self._keep  # type: ignore[method-assign]
+        self._report = self.server.diary.closed
+        self.server.diary.closed = self._keep  # type: ignore[method-assign]
         self._until = time.monotonic() + PATIENCE_S
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

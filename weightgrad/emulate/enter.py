@@ -83,9 +83,8 @@ def end_like(status: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def main() -> None:
-    """Enter, start, follow."""
-    lab, rootless, net, hostname, *command = sys.argv[1:]
+def run(lab: str, rootless: str, net: str, hostname: str, *command: str) -> int:
+    """Enter, start, follow. Returns how the command ended."""
     spaces = {kind: os.open(f"/proc/{lab}/ns/{kind}", os.O_RDONLY) for kind in _SPACES}
     if rootless == "1":
         _check(_libc.setns(spaces["user"], 0), "enter the user namespace")
@@ -98,7 +97,7 @@ def main() -> None:
             os.setpgid(0, 0)
             if terminal:
                 os.tcsetpgrp(0, os.getpgrp())
-            become(command, spaces, net, hostname, {*mask})
+            become(list(command), spaces, net, hostname, {*mask})
         except OSError as error:
             os.write(2, f"weightgrad: cannot run {command[0]} on {hostname or net}: {error}\n".encode())
         os._exit(127)
@@ -107,7 +106,17 @@ def main() -> None:
     status = follow(pid)
     if terminal:
         os.tcsetpgrp(0, os.getpgrp())
-    end_like(status)
+    return status
+
+
+def main() -> None:
+    """A network that goes away while we enter it kills us too."""
+    try:
+        end_like(run(*sys.argv[1:]))
+    except OSError as error:
+        if os.path.exists(f"/proc/{sys.argv[1]}/ns/mnt"):
+            sys.exit(f"weightgrad: cannot enter {sys.argv[4]}: {error}")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -35,15 +35,12 @@ def marked(token: str, host: str | None = None) -> list[int]:
     return sorted(found)
 
 
-def kill_marked(token: str, host: str | None = None) -> int:
-    """kill -9 until nobody is left, as what dies may just have forked; how many there were."""
-    hit: set[int] = set()
+def kill_marked(token: str, host: str | None = None) -> None:
+    """kill -9 until nobody is left, as what dies may just have forked."""
     while living := marked(token, host):
         for pid in living:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        hit |= set(living)
-    return len(hit)
 
 
 def main() -> None:

@@ -118,17 +118,12 @@ def inhabitants(net: str) -> list[int]:
     return found
 
 
-def kill(net: str, number: int) -> int:
-    """Signal all that is in there; with SIGKILL until nothing is left, as what dies may just have forked."""
-    hit: set[int] = set()
-    while True:
-        living = inhabitants(net)
+def kill(net: str) -> None:
+    """kill -9 of all that is in there, until nothing is left: what dies may just have forked."""
+    while living := inhabitants(net):
         for pid in living:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        hit |= set(living)
-        if number != signal.SIGKILL or not living:
-            return len(hit)
+                os.kill(pid, signal.SIGKILL)
 
 
 def obey(request: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +134,7 @@ def obey(request: dict[str, Any]) -> dict[str, Any]:
         if "hosts" in request:
             name_hosts(request["hosts"])
         if "kill" in request:
-            return {"killed": kill(request["kill"], request["signal"])}
+            kill(request["kill"])
         if "inodes" in request:
             return {"inodes": [os.stat(f"/run/netns/{name}").st_ino for name in request["inodes"]]}
         return {}
@@ -179,7 +174,10 @@ def main() -> None:
                 return
             *lines, typed = (typed + got).split(b"\n")
             for line in lines:
-                answer(obey(json.loads(line)))
+                request = json.loads(line)
+                if "end" in request:
+                    return
+                answer({**obey(request), "id": request["id"]})
         reap()
 
 

@@ -31,17 +31,24 @@ class Conversation:
     """JSON lines to a program of ours and its answers; one question at a time."""
 
     def __init__(self, process: subprocess.Popen[Any], name: str) -> None:
-        self.process, self._name = process, name
+        self.process, self._name, self._count = process, name, 0
         self._lock = threading.Lock()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Its answer; raises when it cannot do it or is gone."""
         with self._lock:
+            self._count += 1
             with contextlib.suppress(BrokenPipeError, ValueError):
-                print(json.dumps(request), file=self._pipe(self.process.stdin), flush=True)
-            return self.answer()
+                print(json.dumps({**request, "id": self._count}), file=self._pipe(self.process.stdin), flush=True)
+            while True:  # past the answer to a question that was interrupted (Ctrl-C) before it came
+                found = self.hear()
+                if found["id"] == self._count:
+                    break
+        if "error" in found:
+            raise EmulatorError(f"{self._name}: {found['error']}")
+        return found
 
-    def answer(self) -> dict[str, Any]:
+    def hear(self) -> dict[str, Any]:
         """The next line it says."""
         try:
             line = self._pipe(self.process.stdout).readline()
@@ -50,8 +57,6 @@ class Conversation:
         if not line:
             raise EmulatorError(f"{self._name} has ended{self.complaint()}")
         found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise EmulatorError(f"{self._name}: {found['error']}")
         return found
 
     def complaint(self) -> str:
@@ -70,9 +75,12 @@ class Conversation:
         return stream
 
     def close(self) -> None:
-        """End its stdin, and so the program."""
+        """Tell it to end; closing its stdin might not do if a fork of ours holds it too."""
+        stdin = self._pipe(self.process.stdin)
         with contextlib.suppress(BrokenPipeError):
-            self._pipe(self.process.stdin).close()
+            print(json.dumps({"end": True}), file=stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
         try:
             self.process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -138,12 +146,15 @@ class Lab:
         finally:
             os.close(owner)
         self._keeper = Conversation(process, "the keeper of the namespaces")
+        how = "as a normal user (rootless)" if self.rootless else "as root"
         try:
-            self._keeper.answer()
+            ready = self._keeper.hear()
         except EmulatorError as error:
             self.close()
-            how = "as a normal user (rootless)" if self.rootless else "as root"
             raise NamespacesRefusedError(f"network namespaces {how} are refused: {error}") from error
+        if "error" in ready:
+            self.close()
+            raise NamespacesRefusedError(f"network namespaces {how} are refused: {ready['error']}")
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._keeper is None:
@@ -159,10 +170,9 @@ class Lab:
         """Names that resolve on every host."""
         self._ask({"hosts": addresses})
 
-    def kill(self, net: str, number: int) -> int:
-        """Signal every process in that network namespace; how many there were."""
-        killed: int = self._ask({"kill": net, "signal": number})["killed"]
-        return killed
+    def kill(self, net: str) -> None:
+        """kill -9 of every process in that network namespace."""
+        self._ask({"kill": net})
 
     def pids(self, net: str) -> list[int]:
         """The processes in that network namespace, by the numbers that they have for us."""

@@ -33,27 +33,19 @@ class LoopbackHost(Host):
     def __init__(self, token: str, name: str) -> None:
         super().__init__(name, _LOOPBACK)
         self._token = token
-        self._started: list[subprocess.Popen[Any]] = []
 
     def _popen(self, command: list[str], **keywords: Any) -> subprocess.Popen[Any]:
         given = keywords.pop("env", None)
         environment = {**(os.environ if given is None else given), **mark(self._token, self.name)}
-        process = subprocess.Popen(command, env=environment, **keywords)
-        self._started = [*(one for one in self._started if one.poll() is None), process]
-        return process
+        return subprocess.Popen(command, env=environment, **keywords)
 
     def pids(self) -> list[int]:
         """By their mark, and what we started ourselves."""
         own = {one.pid for one in self._started if one.poll() is None}
         return sorted(own | set(marked(self._token, self.name)))
 
-    def kill_all(self) -> int:
-        """By their mark, and what we started ourselves."""
-        count = len(self.pids())
+    def _kill_rest(self) -> None:
         kill_marked(self._token, self.name)
-        for one in self._started:
-            one.kill()
-        return count
 
 
 class ModelledWan(Network):
@@ -86,6 +78,7 @@ class ModelledWan(Network):
         for place in self._places.values():
             place.kill_all()
         if self._janitor is not None:
+            self._janitor.kill()
             self._janitor.communicate()
             self._janitor = None
         if self._relays is not None:

@@ -50,7 +50,9 @@ class NetemDelay(Delay):
         tc = [f"qdisc add dev w{j} root handle 1: htb default 0" for j in places]
         for sender, receiver, link in self._topology.directions():
             i, j = self._topology.place(sender), self._topology.place(receiver)
-            tc.append(f"class add dev w{j} parent 1: classid 1:{i + 1:x} htb rate 100gbit quantum 60000")
+            tc.append(
+                f"class add dev w{j} parent 1: classid 1:{i + 1:x} htb rate 100gbit burst 1mb cburst 1mb quantum 60000"
+            )
             tc.append(self._line("add", link, sender, receiver, cut=False))
             match = f"u32 match ip src {subnet(i)} flowid 1:{i + 1:x}"
             tc.append(f"filter add dev w{j} parent 1: protocol ip prio 1 {match}")

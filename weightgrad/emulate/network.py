@@ -29,6 +29,7 @@ class Host(ABC):
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
+        self._started: list[subprocess.Popen[Any]] = []
 
     def popen(self, command: Sequence[str], **keywords: Any) -> subprocess.Popen[Any]:
         """Start a command here; keywords as for `subprocess.Popen`, without `shell` and `executable`.
@@ -38,7 +39,9 @@ class Host(ABC):
         if isinstance(command, str) or not command or {"shell", "executable"} & keywords.keys():
             wanted = 'wanted a list, e.g. ["sh", "-c", "..."], without shell= and executable='
             raise TopologyError(f"{self.name}: cannot start {command!r}; {wanted}")
-        return self._popen([str(part) for part in command], **keywords)
+        process = self._popen([str(part) for part in command], **keywords)
+        self._started = [*(one for one in self._started if one.poll() is None), process]
+        return process
 
     @abstractmethod
     def _popen(self, command: list[str], **keywords: Any) -> subprocess.Popen[Any]:
@@ -61,9 +64,15 @@ class Host(ABC):
     def pids(self) -> list[int]:
         """Every process here, whoever started it."""
 
+    def kill_all(self) -> None:
+        """A power cut: kill -9 of every process here, also of those in sessions of their own."""
+        for one in self._started:  # first: some may be on their way in, where nobody else finds them
+            one.kill()
+        self._kill_rest()
+
     @abstractmethod
-    def kill_all(self) -> int:
-        """A power cut: kill -9 of every process here, also of those in sessions of their own. How many there were."""
+    def _kill_rest(self) -> None:
+        """Every process that is here."""
 
 
 class Network(ABC):

@@ -10,7 +10,7 @@ the scheduler kept waiting still sends in time what is not due yet. PACKET_VNET_
 yet (GSO) through in one piece: one packet for eleven. Loss is drawn a packet. A cut lane forgets what is on its way.
 
 Started by path (`python -I -S switch.py`), so that it imports the standard library only and is up in milliseconds.
-JSON lines come in on stdin, one answer each on stdout; it ends with its stdin.
+JSON lines come in on stdin, one answer each on stdout; it ends when told to, or with its stdin.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Lateness:
 
     def summary(self) -> dict[str, float]:
         """For the record."""
-        found = {"packets": self.packets, "p50": self.quantile(0.5), "p99": self.quantile(0.99)}
-        return {**found, "worst": self.worst}
+        p50, p99 = self.quantile(0.5), self.quantile(0.99)
+        return {"packets": self.packets, "p50": p50, "p99": p99, "worst": self.worst}
 
 
 class Lane:
@@ -147,13 +147,9 @@ class Port:
 
     def __init__(self, name: str) -> None:
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # protocol 0: nothing before bind
-        for option, value in (
-            (self._VNET_HDR, 1),
-            (self._IGNORE_OUTGOING, 1),
-            (self._QDISC_BYPASS, 1),
-            (self._VERSION, self._TPACKET_V2),
-        ):
-            self.socket.setsockopt(self._SOL_PACKET, option, value)
+        for option in (self._VNET_HDR, self._IGNORE_OUTGOING, self._QDISC_BYPASS):
+            self.socket.setsockopt(self._SOL_PACKET, option, 1)
+        self.socket.setsockopt(self._SOL_PACKET, self._VERSION, self._TPACKET_V2)
         each = self._BLOCK // self._FRAME
         ring = struct.pack("=IIII", self._BLOCK, self._BLOCKS, self._FRAME, each * self._BLOCKS)
         self.socket.setsockopt(self._SOL_PACKET, self._RX_RING, ring)
@@ -209,7 +205,7 @@ class Switch:
         self._typed = b""
 
     def serve(self) -> None:
-        """Until stdin ends."""
+        """Until told to end."""
         waits = [*self._sockets, sys.stdin.fileno()]
         while True:
             self._send()
@@ -243,7 +239,10 @@ class Switch:
         got = os.read(sys.stdin.fileno(), 65536)
         *lines, self._typed = (self._typed + got).split(b"\n")
         for line in lines:
-            answer(self._do(json.loads(line)))
+            request = json.loads(line)
+            if "end" in request:
+                return False
+            answer({**self._do(request), "id": request["id"]})
         return bool(got)
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +289,7 @@ def main() -> None:
     switch = Switch(spec)
     gc.collect()
     gc.disable()  # nothing here makes cycles, and a collection would make packets late
-    answer({"ready": True, "realtime": realtime})
+    answer({"realtime": realtime, "id": spec["id"]})
     switch.serve()
 
 

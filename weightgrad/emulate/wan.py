@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
-import signal
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,15 +30,17 @@ class NamespaceHost(Host):
         self._lab, self._net = lab, plan.host_net(place)
 
     def _popen(self, command: list[str], **keywords: Any) -> subprocess.Popen[Any]:
+        path = (keywords.get("env") or os.environ).get("PATH")
+        if "/" not in command[0] and shutil.which(command[0], path=path) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])  # as Popen does
         return self._lab.popen(self._net, self.name, command, **keywords)
 
     def pids(self) -> list[int]:
         """By the numbers that they have outside."""
         return self._lab.pids(self._net)
 
-    def kill_all(self) -> int:
-        """By the keeper, which sees them all."""
-        return self._lab.kill(self._net, signal.SIGKILL)
+    def _kill_rest(self) -> None:
+        self._lab.kill(self._net)
 
 
 class Wan(Network):
@@ -58,6 +61,7 @@ class Wan(Network):
             raise TopologyError(f"delay is {delay!r}; wanted auto, netem or switch")
         self._kind, self._congestion, self._realtime = delay, congestion, realtime
         self._lab = Lab(os.geteuid() != 0 if rootless is None else rootless)
+        self._places = {name: NamespaceHost(self._lab, name, i) for i, name in enumerate(self.hosts)}
         self._delay: Delay | None = None
 
     @property
@@ -112,7 +116,8 @@ class Wan(Network):
 
     def host(self, name: str) -> Host:
         """One of the hosts."""
-        return NamespaceHost(self._lab, name, self._topology.place(name))
+        self._topology.place(name)
+        return self._places[name]
 
     def reach(self, sender: str, receiver: str, port: int) -> str:
         """A host has one address, the same for all; raises if no link leads there."""

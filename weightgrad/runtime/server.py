@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 
 from weightgrad.errors import ProtocolError, SavedStateError, StrategyError, WeightGradError
 from weightgrad.kernels.noise import derive
-from weightgrad.ledger import Ledger, read
+from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
 from weightgrad.runtime.admission import row_difference
 from weightgrad.runtime.credentials import Credentials, Revoked
+from weightgrad.runtime.diary import Diary, round_line
 from weightgrad.runtime.disk_log import DiskLog
 from weightgrad.runtime.door import Door, House
 from weightgrad.runtime.lanes_server import LaneLimits, LanesServer
@@ -32,12 +33,11 @@ from weightgrad.runtime.metrics import Metrics
 from weightgrad.runtime.tls_check import is_loopback
 from weightgrad.site.described import Described
 from weightgrad.site.layout import Layout
-from weightgrad.units import show_bytes
 from weightgrad.wan.base import Base
 from weightgrad.wan.global_server import Closed, GlobalServer, Outbox
 from weightgrad.wan.guard import Guard
 from weightgrad.wan.message_bytes import MessageLimits, pack, unpack
-from weightgrad.wan.messages import Answer, Join, Leave, Message, Plant, Push, nbytes
+from weightgrad.wan.messages import Answer, Join, Leave, Message, Plant, Push
 
 log = logging.getLogger("weightgrad.serve")
 
@@ -69,11 +69,12 @@ class FieldServer:
     ) -> None:
         if credentials is None and not is_loopback(options.listen):
             raise StrategyError(f"without certificates a server is for this machine only; not on {options.listen}")
-        self.house, self._options, self._ledger = house, options, ledger
+        self.house, self._options = house, options
         self._guard = options.guard or Guard(factor=1e9)  # what is not finite is refused in any case
         self.metrics = metrics or Metrics()
+        self.diary = Diary(ledger, self.metrics)
         revoked = Revoked(credentials.directory / "revoked.txt") if credentials is not None else None
-        self.door = Door(house, secure=credentials is not None, revoked=revoked, refused=self._refused_connection)
+        self.door = Door(house, secure=credentials is not None, revoked=revoked, refused=self.diary.refused_connection)
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
         self.core: GlobalServer | None = None
@@ -81,8 +82,6 @@ class FieldServer:
             maxsize=256
         )  # full: sites are made to wait
         self._early: dict[str, Join] = {}  # came before there was a base
-        self._opened: dict[int, float] = {}
-        self._began = time.monotonic()
         self._number = 0  # of the checkpoint
         self.failed: BaseException | None = None
         self._stopping = False
@@ -96,14 +95,14 @@ class FieldServer:
             on_message=lambda site, data: self._inbox.put((site, data)),
             on_lost=self._lost,
             peer_check=self.door.check,
-            on_refused=self._refused_connection,
+            on_refused=self.diary.refused_connection,
             limits=LaneLimits(max_message=options.max_message, max_buffered=options.max_message + (64 << 20)),
         )
 
     @property
     def now(self) -> float:
         """Seconds since it was started."""
-        return time.monotonic() - self._began
+        return self.diary.now
 
     # -- the run ----------------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class FieldServer:
         except SavedStateError:
             raise
         except WeightGradError as error:
-            self._refused_update(site, f"{type(error).__name__}: {error}")
+            self.diary.refused_update(site, f"{type(error).__name__}: {error}")
             self.lanes.drop(site, str(error))  # or it would wait for an answer for ever
 
     def _handle(self, site: str, message: Message) -> None:
@@ -180,17 +179,9 @@ class FieldServer:
     def _receive(self, core: GlobalServer, message: Message) -> None:
         if isinstance(message, Push):
             self._check_push(core, message)
-            self.metrics.updates_total.labels(site=message.site).inc()
-            self.metrics.up_bytes_total.labels(site=message.site).inc(nbytes(message))
-            self.metrics.site_step.labels(site=message.site).set(message.step)
-            self.metrics.site_staleness_versions.labels(site=message.site).set(core.base.version - message.seen)
-            self.metrics.site_up.labels(site=message.site).set(1)
-            self._opened.setdefault(message.round, self.now)
+            self.diary.pushed(message, core.base.version)
         elif isinstance(message, Join):
-            log.info("%s joins with base version %d", message.site, message.version)
-            self.metrics.site_up.labels(site=message.site).set(1)
-            if self._ledger is not None:
-                self._ledger.write("site_joined", self.now, site=message.site, version=message.version)
+            self.diary.joined(message)
         elif isinstance(message, Leave):
             log.info("%s leaves", message.site)
         self._act(core.receive(message, self.now))
@@ -213,17 +204,15 @@ class FieldServer:
     def _act(self, out: Outbox) -> None:
         assert self.core is not None
         for site, why in out.refused:
-            self._refused_update(site, why)
+            self.diary.refused_update(site, why)
         for name in out.held_back:
             log.warning("%s is behind: the others wait for it", name)
         for name in out.lost:
-            log.warning("%s has said nothing for too long: rounds go on without it", name)
-            if self._ledger is not None:
-                self._ledger.write("fault", self.now, what="lost", where=[name])
+            self.diary.lost(name)
         if out.closed:
             self._save(self.core, out.closed)
         for closed in out.closed:
-            self._report(closed)
+            self.diary.closed(closed)
         for name, message in out.messages:
             data = pack(message)
             if isinstance(message, Answer):
@@ -275,7 +264,7 @@ class FieldServer:
             **self._kind_of_run(core.base.layout),
             "digest": self.door.digest,
             "optimizer": self.door.optimizer,
-            "rounds": [_line(one) for one in closed],
+            "rounds": [round_line(one) for one in closed],
         }
         saved.write(self._options.state, _NAME, self._number, core.checkpoint(), facts)
         self.metrics.checkpointed(time.monotonic() - began)
@@ -301,60 +290,13 @@ class FieldServer:
         self._number = found.number
         self.core.restore(found.tensors)  # its sites come by themselves: their sessions are gone
         log.info("goes on with base version %d, step %d", self.core.base.version, self.core.base.step)
-        self._write_unsaid(found.facts.get("rounds", []))
-
-    def _write_unsaid(self, lines: list[dict[str, Any]]) -> None:
-        """Rounds of the checkpoint that a server, killed right after it, had no time to write into the ledger."""
-        if self._ledger is None or not lines:
-            return
-        written = {entry["version"] for entry in read(self._ledger.path) if entry["kind"] == "round"}
-        for line in lines:
-            if line["version"] not in written:
-                self._ledger.write("round", self.now, **line)
+        self.diary.unsaid(found.facts.get("rounds", []))
 
     def _kind_of_run(self, layout: Layout) -> dict[str, Any]:
         row = self.house.fit(layout.numel).row()
         return {"row": row, "seed": self.house.seed, "sites": list(self.house.sites)}
 
     # -- what is said -----------------------------------------------------------------------
-
-    def _report(self, closed: Closed) -> None:
-        answer, now = closed.answer, self.now
-        seconds = now - self._opened.pop(answer.round, now)
-        self.metrics.rounds_total.inc()
-        self.metrics.round_seconds.observe(seconds)
-        self.metrics.base_version.set(answer.version)
-        self.metrics.base_step.set(answer.step)
-        log.info(
-            "round %d: step %d, %s; %s up, %s down each, %.2f s; base %s",
-            answer.round,
-            answer.step,
-            ", ".join(closed.senders),
-            show_bytes(closed.up_bytes),
-            show_bytes(nbytes(answer)),
-            seconds,
-            closed.base,
-        )
-        if self._ledger is not None:
-            self._ledger.write("round", now, **_line(closed))
-        if closed.decision is not None:
-            pace = closed.decision.pace
-            log.info(
-                "from version %d on: a round every %d steps, answered %d steps later, %s up and %s down: %s",
-                answer.version, pace.every, pace.overlap, pace.up, closed.decision.down, closed.decision.why,
-            )  # fmt: skip
-            if self._ledger is not None:
-                self._ledger.write("pace", now, version=answer.version, **closed.decision.words())
-
-    def _refused_update(self, site: str, why: str) -> None:
-        log.error("an update of %s was refused: %s", site, why)
-        self.metrics.refused_updates_total.labels(site=site).inc()
-        if self._ledger is not None:
-            self._ledger.write("refused", self.now, site=site, why=why)
-
-    def _refused_connection(self, reason: str) -> None:
-        log.warning("a connection was refused: %s", reason)
-        self.metrics.refused_connections_total.labels(reason=reason).inc()
 
     def _lost(self, site: str) -> None:
         log.warning("%s: its line is gone", site)
@@ -393,20 +335,7 @@ class FieldServer:
             layout, vector = self.core.base.layout, self.core.base.vector
             tensors = {slot.name: slot.of(vector).clone() for slot in layout.slots}
             save_file(tensors, str(self._options.out / "base.safetensors"))
-        if self._ledger is not None:
-            self._ledger.write("end", self.now, status="finished" if self._finished() else "interrupted")
-
-
-def _line(closed: Closed) -> dict[str, Any]:
-    """A round as it stands in the ledger."""
-    return {
-        "version": closed.answer.version,
-        "step": closed.answer.step,
-        "senders": closed.senders,
-        "up_bytes": closed.up_bytes,
-        "down_bytes": nbytes(closed.answer),
-        "base": closed.base,
-    }
+        self.diary.write("end", status="finished" if self._finished() else "interrupted")
 
 
 def _untold(step: int) -> float:

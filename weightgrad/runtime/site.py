@@ -15,22 +15,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weightgrad import kernels
-from weightgrad.errors import LinkError, RefusedError, SavedStateError, StrategyError, WeightGradError
+from weightgrad.errors import LinkError, RefusedError, StrategyError, WeightGradError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.runtime import saved
-from weightgrad.runtime.admission import Admission, Ask, read_admission, row_difference
-from weightgrad.runtime.bridge import Bridge, StagedBridge, first_difference
+from weightgrad.runtime.admission import Admission, Ask, read_admission
+from weightgrad.runtime.bridge import Bridge, StagedBridge
 from weightgrad.runtime.credentials import Credentials
 from weightgrad.runtime.crew import Crew
 from weightgrad.runtime.lan import Lan
 from weightgrad.runtime.lanes_client import LanesClient
 from weightgrad.runtime.link_watch import LinkWatch
+from weightgrad.runtime.site_facts import described, digest, told_options
+from weightgrad.runtime.site_keeper import RunKeys, SiteKeeper
 from weightgrad.runtime.tls_check import diagnose, is_loopback, split
 from weightgrad.runtime.wan_end import WanEnd
 from weightgrad.site.described import Described
@@ -101,6 +102,7 @@ class Site:
         """Optimizer steps done; above 0 right after `prepare` when the site goes on from its state."""
         self._wan: WanEnd | None = None
         self._end: SiteEnd | None = None
+        self._keeper: SiteKeeper | None = None
         self._left = False
 
     # -- the beginning ----------------------------------------------------------------------
@@ -147,7 +149,7 @@ class Site:
                 "on each rank. Take a strategy that shares updates, such as weightgrad or diloco"
             )
         self._change_optimizer(self.strategy)
-        self._told = _told(optimizer) if self.strategy.shares == "gradients" else []
+        self._told = told_options(optimizer) if self.strategy.shares == "gradients" else []
         self._begin(weights, admission, samples)
         optimizer.register_step_pre_hook(self._before_step)
         return model, optimizer
@@ -180,12 +182,12 @@ class Site:
         ask = Ask(
             site=self.name,
             layout=[(slot.name, list(slot.shape)) for slot in self._bridge.layout.slots],
-            digest=_digest(weights),
+            digest=digest(weights),
             version=-1 if before is None else int(before.facts["version"]),
             samples=samples,
             workers=self.lan.size,
             row=row.row() if row is not None else None,
-            optimizer=_described(self._optimizer, self._bridge, row),
+            optimizer=described(self._optimizer, self._bridge, row),
             kernels=str(kernels.status()),
         )
         if self._state is not None:
@@ -212,12 +214,11 @@ class Site:
 
     def _begin(self, weights: Tensor, admission: Admission, samples: int) -> None:
         strategy, layout = Strategy(**admission.row), self._bridge.layout
-        self._seed = admission.seed
         key = derive(admission.seed, 11, admission.number)
         if self.lan.first:
             assert self._wan is not None
-            described = _described(self._optimizer, self._bridge, strategy)
-            source = Described.parse(described) if described is not None else None
+            words = described(self._optimizer, self._bridge, strategy)
+            source = Described.parse(words) if words is not None else None
             base = Base(layout, weights, optimizer=source, rate=lambda step: self._rate)
             own = derive(admission.seed, 10, admission.number)
             self._end = SiteEnd(self.name, base, strategy.for_site(), samples, own)
@@ -232,7 +233,7 @@ class Site:
         )
         if self.lan.first and (line := self._crew.inside):
             log.warning("%s: %s", self.name, line)
-        restored = self._restore()
+        restored = self._restore(strategy, admission.seed)
         if self._wan is not None and self._end is not None:
             self._wan.start()
             if admission.plant and self._end.base.version > 0:
@@ -249,6 +250,16 @@ class Site:
         self.steps = self.lan.number_from_first(self.steps)
         self._spread(True)
         self._crew.show(again=restored)
+
+    def _restore(self, strategy: Strategy, seed: int) -> bool:
+        """Go on from the state, if there is one."""
+        if self._state is None:
+            return False
+        keys = RunKeys(strategy, seed, self._bridge.layout)
+        self._keeper = SiteKeeper(self._state, self.name, self.lan, keys, self._crew, self._end, self._buffers)
+        steps = self._keeper.restore()
+        self.steps = self.steps if steps is None else steps
+        return steps is not None
 
     @property
     def _rate(self) -> float:
@@ -278,8 +289,9 @@ class Site:
             self._average_buffers()
         self._crew.show()
         self._bridge.drop_gradients()
-        if self._state is not None and self.steps % self._every == 0:
-            self._save()
+        if self._keeper is not None and self.steps % self._every == 0:
+            self._keeper.write(self.steps)
+            self.lan.barrier()  # the step counts when every rank has written its part
 
     def _check_optimizer(self) -> None:
         """Replicas step with the optimizer as it was told to them; of it only the rate is told again."""
@@ -325,8 +337,8 @@ class Site:
             if not self._end.finished:  # it is, when a site that had left is started again
                 self._wan.send(self._end.finish(self._wan.now))
             self._wan.until_free()
-            if self._state is not None:
-                self._save_rank()
+            if self._keeper is not None:
+                self._keeper.write(self.steps)
             self._wan.send([Leave(self.name)])
             self._weights.copy_(self._end.base.vector)
             if self.ledger is not None:
@@ -352,88 +364,3 @@ class Site:
             socket_bytes=self._wan.socket_bytes(),
         )
         self.ledger.close()
-
-    # -- durability -------------------------------------------------------------------------
-
-    def _save(self) -> None:
-        """Every rank writes its own part; the step counts when all have."""
-        self._save_rank()
-        self.lan.barrier()
-
-    def _save_rank(self) -> None:
-        assert self._state is not None
-        tensors = {f"crew.{name}": tensor for name, tensor in self._crew.state().items()}
-        if self._end is not None:
-            tensors |= {f"end.{name}": tensor for name, tensor in self._end.state().items()}
-        tensors |= {f"buffer.{place}": buffer for place, buffer in enumerate(self._buffers)}
-        facts = {
-            "version": self._end.base.version if self._end is not None else -1,
-            "step": self.steps,
-            "row": self.strategy.row() if self.strategy is not None else None,
-            "seed": self._seed,
-            "layout": [[slot.name, list(slot.shape)] for slot in self._bridge.layout.slots],
-        }
-        saved.write(self._state, f"rank-{self.lan.rank}", self.steps, tensors, facts)
-
-    def _restore(self) -> bool:
-        """Go on from the newest step that every rank has written; whether there is one."""
-        if self._state is None:
-            return False
-        own, damaged = saved.readable(self._state, f"rank-{self.lan.rank}")
-        for line in damaged:
-            log.error("%s: %s; going on with the checkpoint before it", self.name, line)
-        blobs = self.lan.exchange(torch.tensor(own, dtype=torch.int64).view(torch.uint8))
-        common = set.intersection(*(set(blob.clone().view(torch.int64).tolist()) for blob in blobs))
-        if not common:
-            return False
-        found = saved.exact(self._state, f"rank-{self.lan.rank}", max(common))
-        if (what := self._difference(found.facts)) is not None:
-            raise SavedStateError(
-                f"{self._state} is of another run: its {what}; give state another directory, or remove it"
-            )
-        if self._end is not None:
-            self._end.load(_under("end.", found.tensors))
-        self._crew.load(_under("crew.", found.tensors))
-        for place, buffer in enumerate(self._buffers):
-            buffer.copy_(found.tensors[f"buffer.{place}"])
-        self.steps = int(found.facts["step"])
-        if self.lan.first:
-            log.info("%s goes on from step %d", self.name, self.steps)
-        return True
-
-    def _difference(self, facts: dict[str, Any]) -> str | None:
-        """What makes a saved state one of another run: what is another of it."""
-        assert self.strategy is not None
-        if (found := first_difference(self._bridge.layout, facts["layout"])) is not None:
-            return f"model is another, {found}"
-        if facts["seed"] != self._seed:
-            return f"seed is {facts['seed']}, now it is {self._seed}"
-        if facts["row"] != (row := self.strategy.row()):
-            return f"strategy is another, {row_difference(row, facts['row']) or 'the overlap'}"
-        return None
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _described(optimizer: Optimizer, bridge: Bridge, row: Strategy | None) -> dict[str, Any] | None:
-    if row is not None and row.shares != "gradients":
-        return None
-    try:
-        return Described.of(optimizer, bridge.parameters).dump()
-    except StrategyError:
-        if row is None:
-            return None
-        raise
-
-
-def _told(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group; its rate as a share of the first one's, as `Described` has it."""
-    first = float(optimizer.param_groups[0]["lr"])
-    options = [{k: v for k, v in g.items() if k in optimizer.defaults} for g in optimizer.param_groups]
-    return [{**group, "lr": float(group["lr"]) / first if first else 1.0} for group in options]
-
-
-def _digest(weights: Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(weights.numpy().tobytes())

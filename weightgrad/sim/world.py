@@ -16,6 +16,7 @@ from weightgrad.errors import NonFiniteError, RangeError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
 from weightgrad.sim import codec_time, site
+from weightgrad.sim.accounts import Accounts
 from weightgrad.sim.clock import Clock
 from weightgrad.sim.faults import schedule
 from weightgrad.sim.judge import Evaluation, Judge
@@ -45,9 +46,14 @@ class World:
     """One run."""
 
     def __init__(
-        self, plan: WorldPlan, task: Task, ledger: Ledger, watch: Callable[[Progress], None] | None = None
+        self,
+        plan: WorldPlan,
+        task: Task,
+        ledger: Ledger,
+        watch: Callable[[Progress], None] | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
-        self.plan, self.task, self.ledger = plan, task, ledger
+        self.plan, self.task, self.ledger, self._accounts = plan, task, ledger, accounts
         self.clock = Clock()
         self.links = Links(plan.server, list(plan.links), plan.server_bit_s)
         self._watch = watch
@@ -133,7 +139,7 @@ class World:
             self._send_all(one, one.end.finish(now))
             one.waiting_since = now
             return
-        one.open_step = one.compute()
+        one.open_step = one.compute() if self._accounts is None else self._accounts.compute(one)
         self._complete_later(one)
 
     def come_back(self, one: SimSite) -> None:
@@ -181,6 +187,8 @@ class World:
     def _send_all(self, one: SimSite, messages: list[Message]) -> None:
         for message in messages:
             coding = self.plan.message_overhead
+            if isinstance(message, Push) and self._accounts is not None:
+                self._accounts.left(message)
             if isinstance(message, Push) and message.parts:
                 coding += codec_time.encode_seconds(one.end.up, numel(message.parts), self.plan.codec_speed)
                 one.times.codec += coding
@@ -277,6 +285,8 @@ class World:
 
     def _closed(self, closed: Closed) -> None:
         self.rounds += 1
+        if self._accounts is not None:
+            self._accounts.taken(closed)
         answer = closed.answer
         self.ledger.write(
             "round",

@@ -7,7 +7,11 @@ The recipe's faults and traces happen here too, counted from the first step of t
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +28,7 @@ from weightgrad.train import launch
 from weightgrad.train.launch import Processes, Standing
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.run import chosen_strategy
-from weightgrad.train.scenes import Scene, scenes
+from weightgrad.train.scenes import Plot, Scene, Timetable
 
 PORT = 7443
 LINE = 1514 / 1448  # bits on the line for a bit of a stream; a recipe's bandwidth is what a stream gets
@@ -58,6 +62,7 @@ class Emulation:
     paced: bool = True
     watch: Callable[[Standing], None] | None = None
     happened: Callable[[str], None] = lambda line: None
+    plot: Plot | None = None  # None: the recipe's faults and traces
     processes: Processes = field(init=False)
     commands: dict[str, list[str]] = field(init=False)
     began: float = field(init=False, default=0.0)
@@ -66,6 +71,8 @@ class Emulation:
     _passed: dict[tuple[str, str], int] = field(init=False, default_factory=dict)
     _looked: float = field(init=False, default=0.0)
     _cuts: Counter[tuple[str, ...]] = field(init=False, default_factory=Counter)  # that hold at the same time
+    _slow: dict[tuple[str, ...], list[float]] = field(init=False, default_factory=dict)  # shares, as well
+    _rates: dict[tuple[str, ...], tuple[float, float]] = field(init=False)  # there and back, without them
 
     def __post_init__(self) -> None:
         server = self.recipe.server.name
@@ -79,6 +86,9 @@ class Emulation:
             self.recipe, self.out, listen, lambda site: self.wan.reach(site, server, port), extra
         )
         self.processes = Processes(self.out / "logs")
+        self._rates = {
+            x.between: (x.bandwidth_bit_s, x.back_bit_s or x.bandwidth_bit_s) for x in self.recipe.link_list
+        }
 
     def host_of(self, name: str) -> str:
         """The host on which a process runs."""
@@ -93,18 +103,29 @@ class Emulation:
         self.processes.start(name, self.commands[name], host.popen)
 
     def kill(self, name: str) -> None:
-        """kill -9 of everything on its host."""
+        """kill -9 of everything on its host; one that has finished its work has nothing left to lose."""
+        if (known := self.processes.running.get(name)) is not None and known.poll() == 0:
+            return
         self.absent.add(name)
         self.wan.host(self.host_of(name)).kill_all()
         process = self.processes.running.pop(name, None)
         if process is not None:
             process.wait()
 
+    def kill_worker(self, site: str, rank: int) -> bool:
+        """kill -9 of one worker; torchrun starts all of the site again. False: it is not there just now."""
+        for pid in self.wan.host(site).pids():
+            with contextlib.suppress(OSError):
+                if f"LOCAL_RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    return True
+        return False
+
     def run(self) -> dict[str, Any]:
         """Until all have ended. Returns the summary, with what the network says about itself."""
         self.began = time.monotonic()
-        plot = scenes(self.recipe)
-        self.absent = set(self.recipe.absent_at_start)
+        plot = self.plot or Timetable(self.recipe)
+        self.absent = set(plot.absent)
         try:
             for name in self.commands:
                 if name not in self.absent:
@@ -127,8 +148,8 @@ class Emulation:
         (self.out / "summary.json").write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
         return summary
 
-    def _follow(self, plot: list[Scene]) -> None:
-        while plot or self.absent or not self.processes.all_done():
+    def _follow(self, plot: Plot) -> None:
+        while True:
             if (name := self.processes.failed()) is not None:
                 raise RunError(
                     f"{name} ended with code {self.processes.running[name].returncode}; the end of its log in "
@@ -137,15 +158,21 @@ class Emulation:
             now = self.standing()
             if self.watch is not None:
                 self.watch(now)
-            if self.first_step is None and all(s > 0 for n, s in now.steps.items() if n not in self.absent):
+            if self.first_step is None and all(self._has_begun(n) for n in now.steps if n not in self.absent):
                 self.first_step = time.monotonic()
-            while plot and self.first_step is not None and time.monotonic() >= self.first_step + plot[0].at:
-                self._act(plot.pop(0))
-            if self.processes.all_done() and not any(scene.starts for scene in plot):
+            since = -math.inf if self.first_step is None else time.monotonic() - self.first_step
+            while (scene := plot.next(since, now)) is not None:
+                self._act(scene)
+            if self.processes.all_done() and not plot.brings_back and self.processes.failed() is None:
                 if self.absent:
                     raise RunError(f"{', '.join(sorted(self.absent))} was killed for good: the run cannot finish")
                 break
             time.sleep(_LOOK_SECONDS)
+
+    def _has_begun(self, site: str) -> bool:
+        """Whether it has done a step, or waits with its first push for somebody who is not there yet."""
+        found = launch.lines(self.out / "state" / site / "ledger.jsonl")
+        return any(entry["kind"] in ("step", "push") for entry in found)
 
     def _act(self, scene: Scene) -> None:
         self.happened(str(scene))
@@ -162,9 +189,23 @@ class Emulation:
             self._cuts[where] -= 1
             if not self._cuts[where]:
                 self.wan.heal(*where)
+        elif what == "kill-worker":
+            if not self.kill_worker(where[0], int(where[1])):
+                self.happened(f"  {where[0]} had no worker {where[1]} just then")
+        else:
+            self._set_rate(scene)
+
+    def _set_rate(self, scene: Scene) -> None:
+        where, slow = scene.where, self._slow.setdefault(scene.where, [])
+        if scene.what == "slow":
+            slow.append(scene.factor)
+        elif scene.what == "unslow":
+            slow.remove(scene.factor)
         else:
             assert scene.bit_s is not None
-            self.wan.set_link(where[0], where[1], bandwidth_bit_s=scene.bit_s * LINE)
+            self._rates[where] = (scene.bit_s, scene.bit_s)
+        there, back = (rate * LINE * math.prod(slow) for rate in self._rates[where])
+        self.wan.set_link(where[0], where[1], bandwidth_bit_s=there, back_bit_s=back if back != there else None)
 
     def standing(self) -> Standing:
         """How far it is, with what each link carries now."""
