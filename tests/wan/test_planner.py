@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.wan import strategies
-from weightgrad.wan.pace import Pace, Stopwatch, pace_tensor, tensor_pace
+from weightgrad.wan.pace import Pace, Report, Stopwatch, pace_tensor, tensor_pace
 from weightgrad.wan.planner import Auto, LinkFit, Planner, sparse_bits
 
 NUMEL = 1_000_000
 SITES = ["east", "west"]
 
 
-def drive(planner: Planner, bit_s: float, delay: float, step: float, rounds: int = 12) -> list[str]:
+def drive(planner: Planner, bit_s: float, delay: float, step: float, rounds: int = 12, norm: float = 1.0) -> list[str]:
     """Rounds over a link of that speed; the reasons it gave."""
     why = []
     for _ in range(rounds):
@@ -24,7 +24,7 @@ def drive(planner: Planner, bit_s: float, delay: float, step: float, rounds: int
         density = 1.0 if codec == "fp32" else float(codec.split("(")[2].split(")")[0])
         nbytes = int(2 * NUMEL * sparse_bits(density) / 8)
         for name in SITES:
-            planner.observe(name, step, 2 * delay + 8 * nbytes / bit_s, nbytes)
+            planner.observe(name, Report(step, 1, 0.0, norm), 2 * delay + 8 * nbytes / bit_s, nbytes)
         decision = planner.decide(SITES)
         if decision is not None:
             why.append(decision.why)
@@ -47,8 +47,8 @@ def test_first_two_rounds_differ_in_size() -> None:
 def test_usual_link() -> None:
     found = planner()
     drive(found, 100e6, 0.04, 0.03)
-    assert (found.now.pace.every, found.now.pace.up) == (8, Auto().codec(0.02))
-    assert 0 < found.now.pace.overlap <= 8
+    assert (found.now.pace.every, found.now.pace.up) == (Auto().every, Auto().codec(Auto().density))
+    assert 0 < found.now.pace.overlap <= Auto().every
 
 
 def test_a_link_faster_than_the_codec() -> None:
@@ -64,7 +64,7 @@ def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float) -> N
     found = planner()
     drive(found, bit_s, delay, 0.03)
     pace = found.now.pace
-    assert pace.every > 8 or pace.up != Auto().codec(0.02)
+    assert pace.every > Auto().every or pace.up != Auto().codec(Auto().density)
     density = float(pace.up.split("(")[2].split(")")[0])
     assert 2 * delay + 2 * NUMEL * sparse_bits(density) / bit_s <= pace.every * 0.03, "and it hides"
 
@@ -82,10 +82,22 @@ def test_it_follows_a_link_that_slows_and_recovers_and_does_not_swing() -> None:
     assert (found.now.pace.every, found.now.pace.up) == (before.every, before.up)
 
 
+def test_small_updates_get_more_density_and_a_change_of_rounds_does_not_confuse_it() -> None:
+    found = planner()
+    drive(found, 100e6, 0.02, 0.03)
+    assert found.density == Auto().density
+    why = drive(found, 100e6, 0.02, 0.03, rounds=60, norm=0.3)
+    assert found.density == 8 * Auto().density
+    assert "% of the longest; a round takes" in why[-1]
+    drive(found, 1e6, 0.02, 0.03, rounds=60, norm=0.9)  # three times as many steps, three times as long
+    assert found.now.pace.every > Auto().every
+    assert found._share(SITES) < 0.6, "not taken for the longest there were"
+
+
 def test_the_slowest_site_sets_the_step() -> None:
     found = planner()
     for name, step in (("east", 0.01), ("west", 0.3)):
-        found.observe(name, step, 0.5, 100_000)
+        found.observe(name, Report(step), 0.5, 100_000)
     found.decide(SITES)
     assert found.now.pace.overlap <= 3, "half a second is two steps of the slow one"
 
@@ -112,12 +124,13 @@ def test_the_fit_finds_delay_and_speed(delay: float, slope: float, sizes: list[i
         assert found[0] + found[1] * size == pytest.approx(wanted, rel=0.05, abs=1e-4) or max(sizes) < 1.01 * min(sizes)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6)), max_size=20))
 def test_no_measurement_breaks_it(found: list[tuple[float, float]]) -> None:
     one = planner()
     for step, network in found:
         for name in SITES:
-            one.observe(name, step, network, 1000)
+            one.observe(name, Report(step, 1, 0.0, network), network, 1000)
         decision = one.decide(SITES)
         if decision is not None:
             assert 0 <= decision.pace.overlap <= decision.pace.every
@@ -130,9 +143,9 @@ def test_stopwatch_counts_steps_and_not_waiting() -> None:
     watch.begins(5.0)
     watch.ends(6.0)
     watch.answered(3, 0.5)
-    report = watch.report()
-    assert (report.step_seconds, report.round, report.round_seconds) == (1.0, 3, 0.5)
-    assert watch.report().round == 0, "told once"
+    report = watch.report(0.25)
+    assert (report.step_seconds, report.round, report.round_seconds, report.norm) == (1.0, 3, 0.5, 0.25)
+    assert watch.report(0.0).round == 0, "told once"
 
 
 def test_pace_as_a_tensor() -> None:

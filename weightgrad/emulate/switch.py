@@ -36,30 +36,32 @@ _REALTIME_PRIORITY, _SLICE_NS = 10, 100_000
 
 
 class Lateness:
-    """How much later than due: a histogram of 10 µs bins up to 0.5 s, and the worst."""
+    """How much later than due: counts in bins of 10 µs, and the worst."""
 
-    _BIN_S, _BINS = 1e-5, 50_000
+    _BIN_S = 1e-5
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
-        self._counts, self.packets, self.worst = [0] * self._BINS, 0, 0.0
+        self._counts: dict[int, int] = {}
+        self.packets, self.worst = 0, 0.0
 
     def note(self, seconds: float) -> None:
         """One packet left so late; too early counts as in time."""
-        self._counts[min(max(int(seconds / self._BIN_S), 0), self._BINS - 1)] += 1
+        place = max(int(seconds / self._BIN_S), 0)
+        self._counts[place] = self._counts.get(place, 0) + 1
         self.packets += 1
         if seconds > self.worst:
             self.worst = seconds
 
     def quantile(self, share: float) -> float:
         """The upper edge of the bin below which that share of all packets is, in seconds."""
-        wanted, seen = share * self.packets, 0
-        for place, count in enumerate(self._counts):
-            seen += count
-            if count and seen >= wanted:
+        seen = 0
+        for place in sorted(self._counts):
+            seen += self._counts[place]
+            if seen >= share * self.packets:
                 return min((place + 1) * self._BIN_S, self.worst)
         return 0.0
 

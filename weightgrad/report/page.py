@@ -21,6 +21,7 @@ from weightgrad.report.comparison import Comparison, Row, compare, differing
 from weightgrad.report.comparison_table import HEADERS, cells, notes, seeds_text
 from weightgrad.report.figures import bytes_text, percent_text, ratio_text, seconds_text
 from weightgrad.report.page_charts import charts, is_weightgrad
+from weightgrad.report.page_paces import paces
 from weightgrad.report.runs import Run
 from weightgrad.train.digits import require
 
@@ -237,6 +238,7 @@ def page(
 {_tiles(comparison)}
 {_summary(comparison)}
 {_charts(groups, comparison)}
+{paces(groups)}
 {_recipes(groups, command)}
 <footer class="soft">Made by weightgrad. {html.escape(_measured(runs))}</footer>
 <script type="application/json" id="data">{_data(charts(groups, comparison))}</script>

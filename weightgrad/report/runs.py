@@ -25,6 +25,7 @@ _KEYS = {
     "round": ("t",),
     "evaluate": ("t", "step", "accuracy", "wan_bytes"),
     "fault": ("t", "what", "where"),
+    "pace": ("t", "every", "overlap", "up", "down", "why"),
     "link": ("between", "bytes"),
     "site": ("site", "compute_seconds", "codec_seconds", "lan_seconds", "waiting_seconds"),
     "end": ("status",),
@@ -43,6 +44,7 @@ class Run:
     rounds: tuple[Line, ...]
     evaluations: tuple[Line, ...]
     faults: tuple[Line, ...]
+    paces: tuple[Line, ...]
     links: tuple[Line, ...]
     sites: tuple[Line, ...]
     status: str  # finished, diverged or interrupted; unfinished when the process died without a word
@@ -70,6 +72,7 @@ class Run:
             rounds=tuple(kinds.get("round", ())),
             evaluations=tuple(kinds.get("evaluate", ())),
             faults=tuple(kinds.get("fault", ())),
+            paces=tuple(kinds.get("pace", ())),
             links=tuple(kinds.get("link", ())),
             sites=tuple(kinds.get("site", ())),
             status=str(ends[-1].get("status")) if ends else "unfinished",

@@ -47,7 +47,7 @@ class Accounts:
         zero = torch.zeros(first.numel(), dtype=torch.float64)
         self._made = {name: zero.clone() for name in samples}
         self._left = {name: zero.clone() for name in samples}
-        self._steps = {name: (0, 0.0) for name in samples}  # how many, and the sum of their largest entries
+        self._steps = dict.fromkeys(samples, (0, 0.0))  # how many, and the sum of their largest entries
         self._open: dict[tuple[str, int], Tensor] = {}  # left, and not taken yet
         self._pushes: set[tuple[str, int]] = set()
         self._taken: Counter[tuple[str, int]] = Counter()

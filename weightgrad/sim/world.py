@@ -24,9 +24,12 @@ from weightgrad.sim.links import Links
 from weightgrad.sim.plan import WorldPlan
 from weightgrad.sim.site import SimSite
 from weightgrad.sim.task import Task
+from weightgrad.wan.answer_log import MemoryLog
 from weightgrad.wan.base import Base
 from weightgrad.wan.global_server import Closed, GlobalServer, Outbox
 from weightgrad.wan.messages import Join, Leave, Message, Push, nbytes, numel
+
+_LOG_BYTES = 2**26  # of answers, which the server keeps on its disk in the field
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class World:
         self._watch = watch
         self._initial = task.initial()
         self._optimizer = (plan.optimizer[0], plan.strategy.optimizer_with(plan.optimizer[1]))
-        self.server = GlobalServer(self._base(), plan.strategy.for_server(), derive(plan.seed, 20))
+        log = MemoryLog(max(_LOG_BYTES, 4 * task.layout.numel), kept=True) if plan.faults else None
+        self.server = GlobalServer(self._base(), plan.strategy.for_server(), derive(plan.seed, 20), log=log)
         self.server_alive = True
         self.sites = [site.make(n, place, plan, task, self._base) for n, place in enumerate(plan.sites)]
         self.by_name = {s.place.name: s for s in self.sites}

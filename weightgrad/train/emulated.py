@@ -86,9 +86,7 @@ class Emulation:
             self.recipe, self.out, listen, lambda site: self.wan.reach(site, server, port), extra
         )
         self.processes = Processes(self.out / "logs")
-        self._rates = {
-            x.between: (x.bandwidth_bit_s, x.back_bit_s or x.bandwidth_bit_s) for x in self.recipe.link_list
-        }
+        self._rates = {x.between: (x.bandwidth_bit_s, x.back_bit_s or x.bandwidth_bit_s) for x in self.recipe.link_list}
 
     def host_of(self, name: str) -> str:
         """The host on which a process runs."""

@@ -24,6 +24,7 @@ from weightgrad.sim.compute import Compute, Straggler
 from weightgrad.sim.lan import Lan
 from weightgrad.sim.links import Link
 from weightgrad.sim.plan import Fault, SitePlace, WorldPlan
+from weightgrad.sim.task import Task
 from weightgrad.sim.world import Progress, World
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.recipe_parts import Decay
@@ -93,7 +94,7 @@ def _frame_bytes(codec: Codec, like: Tensor) -> int:
     return wire.frame_bytes(payload)
 
 
-def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
+def world_plan(recipe: Recipe, task: Task) -> WorldPlan:
     """The recipe in the simulator's words."""
     strategy = fitted_strategy(recipe, task.layout.numel)
     sites = []
@@ -129,7 +130,7 @@ def world_plan(recipe: Recipe, task: Training) -> WorldPlan:
     )
 
 
-def compute_of(site: Site, task: Training) -> Compute:
+def compute_of(site: Site, task: Task) -> Compute:
     """How long that site's workers compute."""
     seconds = site.compute.seconds_per_step
     if seconds == "calibrate":
@@ -152,7 +153,7 @@ def optimizer_options(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def _calibrated(task: Training) -> float:
+def _calibrated(task: Task) -> float:
     """Seconds of one worker's pass on this machine: the best of five. The ledger then depends on the machine."""
     weights = task.initial()
     best = math.inf

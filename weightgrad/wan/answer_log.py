@@ -24,10 +24,10 @@ class AnswerLog(Protocol):
 
 
 class MemoryLog:
-    """Keeps answers as long as together they are smaller than `cap` bytes."""
+    """Keeps answers as long as together they are smaller than `cap` bytes; with `kept`, as if they were on a disk."""
 
-    def __init__(self, cap: int) -> None:
-        self._cap = cap
+    def __init__(self, cap: int, *, kept: bool = False) -> None:
+        self._cap, self._kept = cap, kept
         self._answers: list[Answer] = []
         self._bytes = 0
 
@@ -45,5 +45,5 @@ class MemoryLog:
 
     def restart(self, version: int) -> None:
         """What was in memory is gone."""
-        del version
-        self._answers, self._bytes = [], 0
+        self._answers = [answer for answer in self._answers if self._kept and answer.version <= version]
+        self._bytes = sum(nbytes(answer) for answer in self._answers)

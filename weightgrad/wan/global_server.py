@@ -241,7 +241,7 @@ class GlobalServer:
         if self.planner is not None and push.report is not None:
             held, size = self._held.pop((push.site, push.report.round), (0.0, 0))
             network = push.report.round_seconds - held if size else None
-            self.planner.observe(push.site, push.report.step_seconds, network, size)
+            self.planner.observe(push.site, push.report, network, size)
 
     def _guarded(self, push: Push, out: Outbox) -> Push:
         why = None if self._guard is None else self._guard.judge(push, self.base.layout.numel)
@@ -405,7 +405,8 @@ class GlobalServer:
         found |= {f"outer.{k}": v.clone() for k, v in self._memory.items()}
         found["clock"] = torch.tensor([self.base.version, self.base.step, self._round, self._samples or 0])
         for name, m in self.members.by_name.items():
-            found[f"member.{name}"] = torch.tensor([int(m.live), int(m.done), m.taken])
+            over = m.done and m.taken >= m.round  # its last push is not in here yet: it will come again, and is waited for
+            found[f"member.{name}"] = torch.tensor([int(m.live), int(over), m.taken])
         if self._guard is not None:
             found |= {f"guard.{k}": v for k, v in self._guard.state().items()}
         if self.planner is not None:

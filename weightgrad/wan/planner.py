@@ -6,7 +6,8 @@ site with recent rounds counting more. From that the planner takes, in this orde
 whose exchange hides behind the compute between two rounds:
 
 1. nothing encoded, every step, where every link is faster than the codecs are;
-2. `every` steps with the `density` that training does not feel;
+2. `every` steps with the `density` that training hardly feels: little while updates are long, more, up to
+   `densest`, as they get short at the end of a schedule, when what is held back matters;
 3. sparser, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
@@ -24,9 +25,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from weightgrad import codecs
+from weightgrad.codecs import ErrorFeedback
+from weightgrad.codecs.sparse import TopK
 from weightgrad.errors import StrategyError
 from weightgrad.units import show_bit_s
-from weightgrad.wan.pace import Pace
+from weightgrad.wan.pace import Pace, Report
 from weightgrad.wan.parts import check, part
 
 CODEC_BYTES_S = 3e9  # float32 encoded and decoded again, on one core: see docs/codec-speed.md
@@ -63,8 +67,9 @@ class Fixed:
 class Auto:
     """Rounds, density and overlap from measured steps and links."""
 
-    every: int = 8
-    density: float = 0.02
+    every: int = 4
+    density: float = 0.01
+    densest: float = 0.1
     least: float = 0.0025
     at_most: int = 64
     values: str = "sign()"
@@ -74,6 +79,7 @@ class Auto:
     def __post_init__(self) -> None:
         check("auto", "every", self.every, 1, 10**6, whole=True)
         check("auto", "density", self.density, 1e-6, 0.5)
+        check("auto", "densest", self.densest, self.density, 0.5)
         check("auto", "least", self.least, 1e-6, self.density)
         check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
         if not isinstance(self.values, str):
@@ -87,18 +93,26 @@ class Auto:
         """Of that density; 1: everything as it is."""
         return "fp32" if density >= 1 else f"ef(topk({density:g}) > {self.values})"
 
-    def ladder(self) -> Iterator[tuple[int, float]]:
+    def wanted(self, share: float) -> float:
+        """The density for updates that are so long, compared with the longest: small steps need more care.
+
+        In steps of a factor of two, so that the pace changes a few times in a run and not in every round.
+        """
+        exact = self.density / max(share, 1e-3) ** 2
+        return float(min(self.densest, self.density * 2.0 ** math.floor(math.log2(max(1.0, exact / self.density)))))
+
+    def ladder(self, wanted: float) -> Iterator[tuple[int, float]]:
         """(every, density), the best first."""
-        yield self.every, self.density
-        density = self.density
+        yield self.every, wanted
+        density = wanted
         while density / 2 >= self.least:
             density /= 2
             yield self.every, density
         every = self.every
         while 2 * every <= self.at_most:
             every *= 2
-            yield every, self.density
-            if density < self.density:
+            yield every, wanted
+            if density < wanted:
                 yield every, density
 
 
@@ -127,7 +141,7 @@ class LinkFit:
         """(delay, seconds a byte)."""
         w, x, y, xx, xy = self.sums
         spread = w * xx - x * x
-        if spread <= 1e-6 * w * xx:  # all of one size: take all of it for delay, and look closer when it changes
+        if spread <= 1e-3 * w * xx:  # all of one size: take all of it for delay, and look closer when it changes
             return y / w, 0.0
         slope = max(0.0, (w * xy - x * y) / spread)
         delay = (y - slope * x) / w
@@ -144,14 +158,20 @@ class Planner:
     steps: dict[str, float] = field(default_factory=dict)
     links: dict[str, LinkFit] = field(default_factory=dict)
     looked: int = 0
+    norms: dict[str, float] = field(default_factory=dict)  # of a site's updates, smoothed, at the present `every`
+    longest: float = 0.0
+    carried: float = 1.0  # how long updates were compared with the longest, when `every` last changed
 
     def __post_init__(self) -> None:
         self.now = self.auto.first()
 
-    def observe(self, site: str, step_seconds: float, network_seconds: float | None, nbytes: int) -> None:
+    def observe(self, site: str, report: Report, network_seconds: float | None, nbytes: int) -> None:
         """A site's report; the time on the network of a round of so many bytes, both ways, where there is one."""
-        if step_seconds > 0:
-            self.steps[site] = step_seconds
+        if report.step_seconds > 0:
+            self.steps[site] = report.step_seconds
+        if report.norm > 0:
+            before = self.norms.get(site, report.norm)
+            self.norms[site] = 0.8 * before + 0.2 * report.norm
         if network_seconds is not None:
             self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0))
 
@@ -163,6 +183,8 @@ class Planner:
         found = self._best(known)
         if found.pace == self.now.pace and found.down == self.now.down:
             return None
+        if found.pace.every != self.now.pace.every:  # then updates have another length altogether
+            self.carried, self.longest, self.norms = self._share(known), 0.0, {}
         self.now = found
         return found
 
@@ -185,24 +207,41 @@ class Planner:
             if seconds <= _HIDDEN * step:
                 why = f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec"
                 return self._decision(1, 1.0, seconds, step, why)
-        for every, density in self.auto.ladder():
+        wanted = self._wanted(sites)
+        for every, density in self.auto.ladder(wanted):
             seconds = self._seconds(lines, density)
             room = (_HIDDEN if self._as_slow(every, density) else _EAGER) * every * step
             if seconds <= room:
                 break
-        why = (
+        small = f"updates are {self._share(sites):.0%} of the longest; " if wanted > self.auto.density else ""
+        why = small + (
             f"a round takes {seconds:.3f} s on the slowest link, {every} steps of {step:.3f} s hide "
             f"{min(1.0, every * step / seconds) if seconds else 1.0:.0%} of it"
         )
         return self._decision(every, density, seconds, step, why)
 
+    def _share(self, sites: list[str]) -> float:
+        """How long the updates are now, compared with the longest."""
+        norm = max((self.norms.get(name, 0.0) for name in sites), default=0.0)
+        return norm / self.longest if norm > 0 and self.longest > 0 else self.carried
+
+    def _wanted(self, sites: list[str]) -> float:
+        norm = max((self.norms.get(name, 0.0) for name in sites), default=0.0)
+        self.longest = max(self.longest, norm) if self.longest > 0 else norm / max(self.carried, 1e-3)
+        wanted, present = self.auto.wanted(self._share(sites)), self.density
+        return max(wanted, present / 2) if present < 1 else wanted  # and back one step at a time
+
+    @property
+    def density(self) -> float:
+        """Of the present pace."""
+        up = codecs.parse(self.now.pace.up)
+        inner = up.inner if isinstance(up, ErrorFeedback) else up
+        return inner.fraction if isinstance(inner, TopK) else 1.0
+
     def _as_slow(self, every: int, density: float) -> bool:
         """Whether that sends no more than the present pace does."""
         present = self.now.pace
-        order = [(one, self.auto.codec(share)) for one, share in self.auto.ladder()]
-        here = (every, self.auto.codec(density))
-        now = (present.every, present.up)
-        return now not in order or order.index(here) >= order.index(now)
+        return sparse_bits(density) / every <= sparse_bits(self.density) / present.every
 
     def _decision(self, every: int, density: float, seconds: float, step: float, why: str) -> Decision:
         needed = every if 1.1 * seconds > every * step else math.ceil(1.1 * seconds / step)
@@ -222,9 +261,12 @@ class Planner:
         found = {
             "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
             "looked": torch.tensor(self.looked),
+            "longest": torch.tensor([self.longest, self.carried], dtype=torch.float64),
         }
         for name, seconds in self.steps.items():
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
+        for name, norm in self.norms.items():
+            found[f"norm.{name}"] = torch.tensor(norm, dtype=torch.float64)
         for name, fit in self.links.items():
             found[f"link.{name}"] = torch.tensor(fit.sums, dtype=torch.float64)
         return found
@@ -234,8 +276,10 @@ class Planner:
         every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
         self.now = Decision(Pace(int(every), int(overlap), up), down, why)
         self.looked = int(state["looked"])
-        own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
-        self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
+        self.longest, self.carried = (float(x) for x in state["longest"])
+        for prefix, into in (("step.", self.steps), ("norm.", self.norms)):
+            into.clear()
+            into |= {n.removeprefix(prefix): float(tensor) for n, tensor in state.items() if n.startswith(prefix)}
         self.links = {
             name.removeprefix("link."): LinkFit([float(x) for x in tensor])
             for name, tensor in state.items()

@@ -154,7 +154,8 @@ class SiteEnd:
             if own is not None and self._pushed < own <= self._again_until:
                 break  # it answers a push that is about to be made again
             if own is not None and self.overlap and not self._finishing:
-                due = next((f.push.step for f in self._flights if f.push.round == own), self.step)
+                # It may answer several pushes, of a site that was late: the oldest is what `blocked` waits for.
+                due = next((f.push.step for f in self._flights if f.push.round <= own), self.step)
                 if self.step < due + self.overlap:
                     break  # not yet: the same step whatever the link was like
             del self._inbox[answer.version]
@@ -264,6 +265,7 @@ class SiteEnd:
         codec: Codec | None = None,
         final: bool = False,
     ) -> Push:
+        moved = float(fresh.norm()) if self.pace is not None else 0.0
         self._round += 1  # never past a round it was called to: each waits for its push
         parts = self.pending.take(
             fresh,
@@ -286,7 +288,7 @@ class SiteEnd:
             parts,
             final,
             self.rate,
-            self._stopwatch.report() if self.pace is not None else None,
+            self._stopwatch.report(moved) if self.pace is not None else None,
         )
         self._pushed, self._round_step = self._round, self.step
         self._flights.append(_Flight(push, now))

@@ -383,11 +383,12 @@ TABLE = _table(
         about="no tuning: rounds, density and overlap from measured steps and links, so that the WAN hides",
         shares="updates",
         gradients="qsgd(bits=8)",
-        trigger="paced(8)",
+        trigger="paced(4)",
         planner="auto()",
-        up="ef(topk(0.02) > sign())",
-        down="ef(topk(0.02) > sign())",
-        flush="none",
+        up="ef(topk(0.01) > sign())",
+        down="ef(topk(0.01) > sign())",
+        resume="base_and_pending",
+        flush="qsgd(bits=4)",
     ),
 )
 

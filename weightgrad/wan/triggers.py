@@ -78,7 +78,7 @@ class Every(Trigger):
 class Paced(Trigger):
     """As often as the server says; every `steps` steps until it does."""
 
-    steps: int = 8
+    steps: int = 4
 
     def __post_init__(self) -> None:
         check("paced", "steps", self.steps, 1, 10**9, whole=True)

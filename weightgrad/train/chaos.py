@@ -1,0 +1,176 @@
+"""Chaos in the simulator: a recipe, disturbed on schedule, with books kept of every update.
+
+Half of the seeds give up on sites that are away for long (`t_global` of a few rounds), unless the recipe says
+for how long to wait; the others wait for everybody, and must end with the bits of a run to which nothing happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightgrad.errors import RunError
+from weightgrad.kernels.noise import derive
+from weightgrad.ledger import Ledger, read
+from weightgrad.sim.accounts import Accounts, Balance
+from weightgrad.sim.plan import Fault, WorldPlan
+from weightgrad.sim.task import Task
+from weightgrad.sim.world import World
+from weightgrad.train import recipe_plan
+from weightgrad.train.chaos_schedule import conditions, schedule, show
+from weightgrad.train.chaos_verdict import Verdict, timeless, worst_resume, worst_stall
+from weightgrad.train.recipe import Recipe
+from weightgrad.train.run import world_plan
+from weightgrad.units import show_seconds
+
+_PATIENCE = 20  # horizons after which a run that has not finished never will
+
+
+@dataclass(frozen=True)
+class Calm:
+    """A run to which nothing happens."""
+
+    seconds: float
+    round_s: float
+    version: int
+    base: str
+
+
+@dataclass
+class SimulatedChaos:
+    """Runs of one recipe with any seed. The task is made once; undisturbed runs are remembered by their weather."""
+
+    recipe: Recipe
+    task: Task
+    _calm: dict[tuple[str, ...], Calm] = field(default_factory=dict)
+
+    def run(
+        self, seed: int, events: int, *, out: Path | None = None, say: Callable[[str], None] | None = None
+    ) -> Verdict:
+        """One schedule; its ledger is left in `out`, if that is given."""
+        with tempfile.TemporaryDirectory() as place:
+            return self._run(seed, events, out or Path(place), say)
+
+    def _run(self, seed: int, events: int, out: Path, say: Callable[[str], None] | None) -> Verdict:
+        weather = conditions(self.recipe, seed)
+        settings = tuple(setting for one in weather for setting in one.settings)
+        plan = world_plan(self.recipe.with_settings([*settings, "faults=[]", "strategy.t_global=null"]), self.task)
+        if settings not in self._calm:
+            self._calm[settings] = self._undisturbed(plan, out)
+        calm = self._calm[settings]
+        t_global = self._t_global(seed, calm)
+        faults = schedule(self.recipe, seed, events, calm.seconds)
+        plan = dataclasses.replace(
+            plan,
+            strategy=dataclasses.replace(plan.strategy, t_global=t_global),
+            faults=tuple(_simulated(fault) for fault in faults),
+            absent=frozenset(fault.where[0] for fault in faults if fault.what == "join"),
+        )
+        about = [one.about for one in weather]
+        if t_global is not None:
+            about.append(
+                f"who is away for {t_global if isinstance(t_global, str) else show_seconds(t_global)} is given up"
+            )
+        found = self._judge(plan, faults, calm, out, say)
+        return dataclasses.replace(found, seed=seed, strategy=plan.strategy.name, conditions=about)
+
+    def _t_global(self, seed: int, calm: Calm) -> float | str | None:
+        if "t_global" in self.recipe.strategy.overrides:
+            found: float | str | None = self.recipe.strategy.overrides["t_global"]
+            return found
+        draw = random.Random(derive(seed, 42))
+        return draw.uniform(1.2, 6.0) * calm.round_s if draw.random() < 0.5 else None
+
+    def _undisturbed(self, plan: WorldPlan, out: Path) -> Calm:
+        with Ledger(out / "undisturbed.jsonl", replace=True) as book:
+            world = World(plan, self.task, book)
+            world.run()
+        if world.status != "finished":
+            raise RunError(
+                f"{self.recipe.name}: undisturbed it ends as {world.status}; chaos needs a recipe that works"
+            )
+        base = world.server.base
+        return Calm(world.clock.now, world.clock.now / max(1, world.rounds), base.version, base.digest())
+
+    def _judge(
+        self,
+        plan: WorldPlan,
+        faults: Sequence[recipe_plan.Fault],
+        calm: Calm,
+        out: Path,
+        say: Callable[[str], None] | None,
+    ) -> Verdict:
+        samples = {place.name: self.task.samples(number) for number, place in enumerate(plan.sites)}
+        accounts = Accounts(plan.strategy, samples, self.task.initial())
+        struck: list[recipe_plan.Fault] = []
+        why = ""
+        with Ledger(out / "ledger.jsonl", replace=True) as book:
+            world = World(plan, self.task, book, accounts=accounts)
+
+            def strikes(fault: recipe_plan.Fault) -> None:
+                struck.append(fault)
+                if say is not None:
+                    say(f"{show_seconds(round(fault.at_seconds, 3))}: {show(fault)}")
+
+            def give_up() -> None:
+                raise RunError(f"it has not finished after {show_seconds(round(world.clock.now, 1))}")
+
+            for fault in faults:
+                world.clock.at(fault.at_seconds, lambda fault=fault: strikes(fault))  # type: ignore[misc]
+            lasting = sum(fault.for_seconds or 0.0 for fault in faults)
+            world.clock.at(_PATIENCE * calm.seconds + lasting, give_up)
+            try:
+                world.run()
+            except RunError as error:
+                why = str(error)
+        if not why and world.status != "finished":
+            why = f"the run ended as {world.status}"
+        rounds = [entry["t"] for entry in read(out / "ledger.jsonl") if entry["kind"] == "round"]
+        return judge(world, accounts.balance(world.sites, world.server), calm, struck, rounds, why)
+
+
+def judge(
+    world: World, balance: Balance, calm: Calm, struck: Sequence[recipe_plan.Fault], rounds: Sequence[float], why: str
+) -> Verdict:
+    """The verdict on a simulated run that has ended."""
+    base, complaints = world.server.base, [why] if why else []
+    complaints += [f"the sums of {name} do not add up" for name in balance.unbalanced]
+    complaints += [f"the push of {site} for round {number} is lost" for site, number in balance.lost[:3]]
+    complaints += [f"the push of {site} for round {number} was taken twice" for site, number in balance.twice[:3]]
+    other = [
+        s.place.name for s in world.sites if (s.end.base.version, s.end.base.digest()) != (base.version, base.digest())
+    ]
+    complaints += [f"{name} has another base than the server" for name in other]
+    identical = None
+    if timeless(world.plan.strategy) and not world.plan.absent:
+        identical = (base.version, base.digest()) == (calm.version, calm.base)
+        complaints += [] if identical else ["the base is not that of an undisturbed run"]
+    return Verdict(
+        events=len(struck),
+        updates_lost=len(balance.lost) + len(balance.unbalanced),
+        bases_equal=not other and identical is not False,
+        worst_resume_s=worst_resume([f.at_seconds + (f.for_seconds or 0.0) for f in struck], rounds),
+        worst_stall_s=worst_stall(rounds),
+        updates=balance.pushes,
+        updates_twice=len(balance.twice),
+        rounds=len(rounds),
+        world="simulated",
+        identical=identical,
+        why="; ".join(complaints),
+    )
+
+
+def _simulated(fault: recipe_plan.Fault) -> Fault:
+    """In the simulator's words; there a site dies as a whole."""
+    what, where = (fault.what, fault.where) if fault.what != "kill-worker" else ("kill", fault.where[:1])
+    return Fault(fault.at_seconds, what, where, fault.for_seconds, fault.factor or 0.0, fault.period_seconds or 1.0)
+
+
+def replay(recipe: str, seed: int, events: int, *options: str) -> str:
+    """The command that does it again."""
+    return shlex.join(["weightgrad", "chaos", recipe, "--seed", str(seed), "--events", str(events), *options])
