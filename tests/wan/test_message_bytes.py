@@ -87,7 +87,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 seconds = st.floats(0, 1e300)
-reports = st.none() | st.builds(Report, seconds, numbers, seconds, seconds)
+reports = st.none() | st.builds(Report, seconds, numbers, seconds)
 specs = st.sampled_from(["fp32", "ef(topk(0.01) > sign())", "qsgd(bits=4)"])
 paces = st.none() | st.builds(Pace, st.integers(1, 2**32 - 1), numbers, specs)
 pushes = st.builds(Push, names, numbers, numbers, numbers, numbers, numbers, parts(), st.booleans(), rates, reports)

@@ -78,8 +78,6 @@ class Host(ABC):
 class Network(ABC):
     """Hosts joined by links. `reason` says why this kind was chosen, if somebody chose."""
 
-    bound_seconds: float  # lateness p99 up to which a run is believed
-
     def __init__(self, hosts: Sequence[str], links: Iterable[WanLink]) -> None:
         self._topology = Topology(hosts, links)
         self._cuts: set[frozenset[str]] = set()
@@ -100,6 +98,11 @@ class Network(ABC):
     @abstractmethod
     def close(self) -> None:
         """Everything on it ends and goes away; does nothing if it is closed."""
+
+    @property
+    @abstractmethod
+    def bound_seconds(self) -> float:
+        """Lateness p99 up to which a run is believed."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -189,7 +192,7 @@ class Network(ABC):
         if stats.lateness is None:
             return Verdict(True, "the kernel (netem) did the delay")
         passed = stats.lateness.packets
-        if stats.errors > max(1e-4 * passed, 0):
+        if stats.errors > 1e-4 * passed:
             return Verdict(False, f"the switch had to drop {stats.errors} of {passed} packets: too much load")
         if stats.lateness.p99 > self.bound_seconds:
             return Verdict(False, f"too late, bound {1e3 * self.bound_seconds:g} ms: {stats.lateness}")

@@ -32,6 +32,7 @@ from typing import Any
 
 _AHEAD_S = 20e-6  # a packet may leave this much too early: less than a system call is worth
 _BATCH = 64  # packets from one port before the others get their turn
+_MOST_BLOCKS = 64  # MB for the rings of all ports together, eight a port are plenty
 _REALTIME_PRIORITY, _SLICE_NS = 10, 100_000
 
 
@@ -67,8 +68,8 @@ class Lateness:
 
     def summary(self) -> dict[str, float]:
         """For the record."""
-        p50, p99 = self.quantile(0.5), self.quantile(0.99)
-        return {"packets": self.packets, "p50": p50, "p99": p99, "worst": self.worst}
+        quantiles = {"p50": self.quantile(0.5), "p99": self.quantile(0.99)}
+        return {"packets": self.packets, **quantiles, "worst": self.worst}
 
 
 class Lane:
@@ -143,20 +144,20 @@ class Port:
     _SOL_PACKET, _RX_RING, _STATISTICS, _VERSION = 263, 5, 6, 10
     _VNET_HDR, _QDISC_BYPASS, _IGNORE_OUTGOING, _TPACKET_V2 = 15, 20, 23, 1
     # A frame holds one packet of at most 16 KiB (the hosts' gso_max_size) and its headers.
-    _FRAME, _BLOCK, _BLOCKS = 17 * 1024, 1 << 20, 8
+    _FRAME, _BLOCK = 17 * 1024, 1 << 20
     _HEADER, _STATUS = struct.Struct("=IIIHHII"), struct.Struct("=I")  # tpacket2_hdr
     _VNET_BYTES = 10
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, blocks: int) -> None:
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # protocol 0: nothing before bind
         for option in (self._VNET_HDR, self._IGNORE_OUTGOING, self._QDISC_BYPASS):
             self.socket.setsockopt(self._SOL_PACKET, option, 1)
         self.socket.setsockopt(self._SOL_PACKET, self._VERSION, self._TPACKET_V2)
         each = self._BLOCK // self._FRAME
-        ring = struct.pack("=IIII", self._BLOCK, self._BLOCKS, self._FRAME, each * self._BLOCKS)
+        ring = struct.pack("=IIII", self._BLOCK, blocks, self._FRAME, each * blocks)
         self.socket.setsockopt(self._SOL_PACKET, self._RX_RING, ring)
-        self._ring = mmap.mmap(self.socket.fileno(), self._BLOCK * self._BLOCKS)
-        self._frames = [b * self._BLOCK + f * self._FRAME for b in range(self._BLOCKS) for f in range(each)]
+        self._ring = mmap.mmap(self.socket.fileno(), self._BLOCK * blocks)
+        self._frames = [b * self._BLOCK + f * self._FRAME for b in range(blocks) for f in range(each)]
         self._next = 0
         self.drops = self.errors = 0
         self.socket.bind((name, 3))  # ETH_P_ALL
@@ -197,7 +198,8 @@ class Switch:
     """Ports, schedule and control, and the loop that serves them."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self.ports = [Port(name) for name, _ in spec["ports"]]
+        blocks = min(max(_MOST_BLOCKS // len(spec["ports"]), 1), 8)
+        self.ports = [Port(name, blocks) for name, _ in spec["ports"]]
         self._place = {bytes.fromhex(mac.replace(":", "")): i for i, (_, mac) in enumerate(spec["ports"])}
         self.schedule = Schedule({(i, j): Lane(0.0) for i, j, _ in spec["lanes"]})
         for i, j, settings in spec["lanes"]:
@@ -225,8 +227,7 @@ class Switch:
         arrived = self.ports[place].packets()
         ahead, now = time.time() - time.monotonic(), time.monotonic()
         for stamp, packet in arrived:
-            # Clocks of the day are set now and then: a stamp is believed within half a second.
-            when = min(max(stamp - ahead, now - 0.5), now)
+            when = min(max(stamp - ahead, now - 0.5), now)  # unless somebody has just set the clock
             target = self._place.get(packet[10:16])  # after the virtio header
             if target is not None:
                 self.schedule.accept(when, (place, target), packet)
@@ -252,9 +253,8 @@ class Switch:
             self.schedule.set((i, j), settings)
         found: dict[str, Any] = {}
         if request.get("stats"):
-            header = Port._VNET_BYTES
             for (i, j), lane in self.schedule.lanes.items():
-                size = lane.bytes - header * lane.packets
+                size = lane.bytes - Port._VNET_BYTES * lane.packets
                 found[f"{i}>{j}"] = {"packets": lane.packets, "bytes": size, "lost": lane.lost}
             found = {"lanes": found, "lateness": self.lateness.summary()}
             found["errors"] = sum(port.errors for port in self.ports)

@@ -62,10 +62,11 @@ class Wan(Network):
         self._kind, self._congestion, self._realtime = delay, congestion, realtime
         self._lab = Lab(os.geteuid() != 0 if rootless is None else rootless)
         self._places = {name: NamespaceHost(self._lab, name, i) for i, name in enumerate(self.hosts)}
+        self._shaped: dict[tuple[str, str], WanLink] = {}
         self._delay: Delay | None = None
 
     @property
-    def bound_seconds(self) -> float:  # type: ignore[override]
+    def bound_seconds(self) -> float:
         """With real-time priority the switch has no excuse; without, it waits for its turn like everybody."""
         return 0.002 if isinstance(self._delay, SwitchDelay) and self._delay.realtime else 0.008
 
@@ -79,6 +80,7 @@ class Wan(Network):
             self._lab.name_hosts({name: plan.address(i) for i, name in enumerate(self.hosts)})
             try:
                 self._lab.apply(plan.build(self._topology, self._congestion))
+                self._shaped = {link.between: link for link in self.links}
             except EmulatorError as error:
                 raise NamespacesRefusedError(f"namespaces are allowed, but not what goes into them: {error}") from error
             self._delay = self._choose_delay()
@@ -127,7 +129,9 @@ class Wan(Network):
 
     def _follow(self, link: WanLink, *, cut: bool) -> None:
         self._opened.set(link, cut=cut)
-        self._lab.apply(plan.reshape(self._topology, link))
+        if self._shaped.get(link.between) != link:  # a cut leaves the gateways as they are
+            self._lab.apply(plan.reshape(self._topology, link))
+            self._shaped[link.between] = link
 
     def stats(self) -> WanStats:
         """From the queues of the gateways and from the delay."""

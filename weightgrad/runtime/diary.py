@@ -112,6 +112,7 @@ def round_line(closed: Closed) -> dict[str, Any]:
         "version": closed.answer.version,
         "step": closed.answer.step,
         "senders": closed.senders,
+        "pushes": [list(push) for push in closed.pushes],
         "up_bytes": closed.up_bytes,
         "down_bytes": nbytes(closed.answer),
         "base": closed.base,

@@ -42,6 +42,9 @@ from weightgrad.wan.messages import Answer, Join, Leave, Message, Plant, Push
 log = logging.getLogger("weightgrad.serve")
 
 _NAME = "server"
+_GOODBYE_S = 0.0  # to wait for sites that have finished and did not say goodbye
+_HANG_UP_S = 5.0  # for those that did
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class FieldServer:
         self._number = 0  # of the checkpoint
         self.failed: BaseException | None = None
         self._stopping = False
+        self._over: float | None = None  # since when all have finished
         self._told = 0  # the last round of which was said who is behind
         self.door.version = lambda: self.core.base.version if self.core is not None else None
         self._restore()
@@ -111,11 +115,8 @@ class FieldServer:
         self.lanes.start()
         log.info("listening on %s for %s", self._options.listen, ", ".join(self.house.sites))
         try:
-            while not (self._options.until_finished and self._finished()):
-                if not self._turn():
-                    break
-            else:
-                self._let_them_go()
+            while self._goes_on() and self._turn():
+                pass
         except BaseException as error:
             self.failed = error
             raise
@@ -123,11 +124,18 @@ class FieldServer:
             self.lanes.stop(2.0)
             self._write_end()
 
-    def _let_them_go(self) -> None:
-        """All have finished: give them a moment to hang up, so that none of them meets a closed door."""
-        until = time.monotonic() + 5.0
-        while self.lanes.sessions() and time.monotonic() < until:
-            time.sleep(0.02)
+    def _goes_on(self) -> bool:
+        """Whether it is not over. When it is, sites that have not heard so may still ask, and then hang up.
+
+        One that died with its last push, or this server before it could answer, would else meet a closed door.
+        """
+        if self.core is None or not (self._options.until_finished and self._finished()):
+            self._over = None
+            return True
+        self._over = time.monotonic() if self._over is None else self._over
+        patience = _GOODBYE_S if any(m.live for m in self.core.members.by_name.values()) else _HANG_UP_S
+        waits = patience == _GOODBYE_S or bool(self.lanes.sessions())
+        return waits and time.monotonic() < self._over + patience
 
     def stop(self) -> None:
         """From any thread: `run` returns soon."""
@@ -137,7 +145,7 @@ class FieldServer:
         if self._stopping:
             return False
         wake = self.core.next_wake() if self.core is not None else None
-        patience = 0.2 if wake is None else min(0.2, max(0.0, wake - self.now))
+        patience = _LOOK_S if wake is None else min(_LOOK_S, max(0.0, wake - self.now))
         try:
             site, data = self._inbox.get(timeout=patience)
         except queue.Empty:

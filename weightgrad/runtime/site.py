@@ -235,6 +235,8 @@ class Site:
             log.warning("%s: %s", self.name, line)
         restored = self._restore(strategy, admission.seed)
         if self._wan is not None and self._end is not None:
+            if self.ledger is not None:
+                self.ledger.write("start", self._wan.now, site=self.name, step=self._end.step, pushed=self._end.pushed)
             self._wan.start()
             if admission.plant and self._end.base.version > 0:
                 raise RefusedError(

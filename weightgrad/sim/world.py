@@ -298,6 +298,7 @@ class World:
             version=answer.version,
             step=answer.step,
             senders=closed.senders,
+            pushes=[list(push) for push in closed.pushes],
             up_bytes=closed.up_bytes,
             down_bytes=nbytes(answer),
             base=closed.base,

@@ -405,7 +405,9 @@ class GlobalServer:
         found |= {f"outer.{k}": v.clone() for k, v in self._memory.items()}
         found["clock"] = torch.tensor([self.base.version, self.base.step, self._round, self._samples or 0])
         for name, m in self.members.by_name.items():
-            over = m.done and m.taken >= m.round  # its last push is not in here yet: it will come again, and is waited for
+            over = (
+                m.done and m.taken >= m.round
+            )  # its last push is not in here yet: it will come again, and is waited for
             found[f"member.{name}"] = torch.tensor([int(m.live), int(over), m.taken])
         if self._guard is not None:
             found |= {f"guard.{k}": v for k, v in self._guard.state().items()}

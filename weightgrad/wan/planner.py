@@ -6,8 +6,7 @@ site with recent rounds counting more. From that the planner takes, in this orde
 whose exchange hides behind the compute between two rounds:
 
 1. nothing encoded, every step, where every link is faster than the codecs are;
-2. `every` steps with the `density` that training hardly feels: little while updates are long, more, up to
-   `densest`, as they get short at the end of a schedule, when what is held back matters;
+2. `every` steps with the `density` that training hardly feels;
 3. sparser, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
@@ -37,7 +36,7 @@ CODEC_BYTES_S = 3e9  # float32 encoded and decoded again, on one core: see docs/
 _HIDDEN = 0.8  # of the compute between two rounds may be the exchange
 _EAGER = 0.5  # less than that to go back to a faster pace
 _FORGET = 0.9  # what a round counts for in the fit, one round later
-_PROBE = 0.1  # density of the first round: two sizes tell delay and speed apart
+_PROBE = 0.25  # density of the first round: two sizes tell delay and speed apart
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class Auto:
     """Rounds, density and overlap from measured steps and links."""
 
     every: int = 4
-    density: float = 0.01
-    densest: float = 0.1
+    density: float = 0.1
     least: float = 0.0025
     at_most: int = 64
     values: str = "sign()"
@@ -79,7 +77,6 @@ class Auto:
     def __post_init__(self) -> None:
         check("auto", "every", self.every, 1, 10**6, whole=True)
         check("auto", "density", self.density, 1e-6, 0.5)
-        check("auto", "densest", self.densest, self.density, 0.5)
         check("auto", "least", self.least, 1e-6, self.density)
         check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
         if not isinstance(self.values, str):
@@ -87,32 +84,29 @@ class Auto:
 
     def first(self) -> Decision:
         """Before anything is known: soon, and larger than usual, so that the second round tells them apart."""
-        return Decision(Pace(1, 1, self.codec(_PROBE)), self.codec(_PROBE), "nothing is known yet: a first look")
+        down = self.codec(self.down(_PROBE))
+        return Decision(Pace(1, 1, self.codec(_PROBE)), down, "nothing is known yet: a first look")
+
+    def down(self, density: float) -> float:
+        """Of an answer to pushes of that density: sites choose other entries, and what is held back comes late."""
+        return 1.0 if density >= 1 else min(0.5, 2 * density)
 
     def codec(self, density: float) -> str:
         """Of that density; 1: everything as it is."""
         return "fp32" if density >= 1 else f"ef(topk({density:g}) > {self.values})"
 
-    def wanted(self, share: float) -> float:
-        """The density for updates that are so long, compared with the longest: small steps need more care.
-
-        In steps of a factor of two, so that the pace changes a few times in a run and not in every round.
-        """
-        exact = self.density / max(share, 1e-3) ** 2
-        return float(min(self.densest, self.density * 2.0 ** math.floor(math.log2(max(1.0, exact / self.density)))))
-
-    def ladder(self, wanted: float) -> Iterator[tuple[int, float]]:
+    def ladder(self) -> Iterator[tuple[int, float]]:
         """(every, density), the best first."""
-        yield self.every, wanted
-        density = wanted
+        yield self.every, self.density
+        density = self.density
         while density / 2 >= self.least:
             density /= 2
             yield self.every, density
         every = self.every
         while 2 * every <= self.at_most:
             every *= 2
-            yield every, wanted
-            if density < wanted:
+            yield every, self.density
+            if density < self.density:
                 yield every, density
 
 
@@ -158,9 +152,6 @@ class Planner:
     steps: dict[str, float] = field(default_factory=dict)
     links: dict[str, LinkFit] = field(default_factory=dict)
     looked: int = 0
-    norms: dict[str, float] = field(default_factory=dict)  # of a site's updates, smoothed, at the present `every`
-    longest: float = 0.0
-    carried: float = 1.0  # how long updates were compared with the longest, when `every` last changed
 
     def __post_init__(self) -> None:
         self.now = self.auto.first()
@@ -169,9 +160,6 @@ class Planner:
         """A site's report; the time on the network of a round of so many bytes, both ways, where there is one."""
         if report.step_seconds > 0:
             self.steps[site] = report.step_seconds
-        if report.norm > 0:
-            before = self.norms.get(site, report.norm)
-            self.norms[site] = 0.8 * before + 0.2 * report.norm
         if network_seconds is not None:
             self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0))
 
@@ -183,8 +171,6 @@ class Planner:
         found = self._best(known)
         if found.pace == self.now.pace and found.down == self.now.down:
             return None
-        if found.pace.every != self.now.pace.every:  # then updates have another length altogether
-            self.carried, self.longest, self.norms = self._share(known), 0.0, {}
         self.now = found
         return found
 
@@ -193,8 +179,9 @@ class Planner:
         self.looked += 1
         if self.looked != 1:
             return None
-        usual = self.auto.codec(self.auto.density)
-        self.now = Decision(Pace(2, 2, usual), usual, "a second look, at the usual size")
+        usual, down = self.auto.density, self.auto.down(self.auto.density)
+        pace = Pace(2, 2, self.auto.codec(usual))
+        self.now = Decision(pace, self.auto.codec(down), "a second look, at the usual size")
         return self.now
 
     def _best(self, sites: list[str]) -> Decision:
@@ -207,29 +194,16 @@ class Planner:
             if seconds <= _HIDDEN * step:
                 why = f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec"
                 return self._decision(1, 1.0, seconds, step, why)
-        wanted = self._wanted(sites)
-        for every, density in self.auto.ladder(wanted):
+        for every, density in self.auto.ladder():
             seconds = self._seconds(lines, density)
             room = (_HIDDEN if self._as_slow(every, density) else _EAGER) * every * step
             if seconds <= room:
                 break
-        small = f"updates are {self._share(sites):.0%} of the longest; " if wanted > self.auto.density else ""
-        why = small + (
+        why = (
             f"a round takes {seconds:.3f} s on the slowest link, {every} steps of {step:.3f} s hide "
             f"{min(1.0, every * step / seconds) if seconds else 1.0:.0%} of it"
         )
         return self._decision(every, density, seconds, step, why)
-
-    def _share(self, sites: list[str]) -> float:
-        """How long the updates are now, compared with the longest."""
-        norm = max((self.norms.get(name, 0.0) for name in sites), default=0.0)
-        return norm / self.longest if norm > 0 and self.longest > 0 else self.carried
-
-    def _wanted(self, sites: list[str]) -> float:
-        norm = max((self.norms.get(name, 0.0) for name in sites), default=0.0)
-        self.longest = max(self.longest, norm) if self.longest > 0 else norm / max(self.carried, 1e-3)
-        wanted, present = self.auto.wanted(self._share(sites)), self.density
-        return max(wanted, present / 2) if present < 1 else wanted  # and back one step at a time
 
     @property
     def density(self) -> float:
@@ -246,13 +220,13 @@ class Planner:
     def _decision(self, every: int, density: float, seconds: float, step: float, why: str) -> Decision:
         needed = every if 1.1 * seconds > every * step else math.ceil(1.1 * seconds / step)
         overlap = min(every, max(1, needed)) if seconds > 0.02 * step else 0
-        pace, codec = self.now.pace, self.auto.codec(density)
+        pace, codec, down = self.now.pace, self.auto.codec(density), self.auto.codec(self.auto.down(density))
         if (pace.every, pace.up) == (every, codec) and overlap <= pace.overlap <= overlap + 1:
             overlap = pace.overlap  # one step more or less is noise
-        return Decision(Pace(every, overlap, codec), codec, why)
+        return Decision(Pace(every, overlap, codec), down, why)
 
     def _seconds(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
-        nbytes = 2 * self.numel * sparse_bits(density) / 8
+        nbytes = self.numel * (sparse_bits(density) + sparse_bits(self.auto.down(density))) / 8
         return max(delay + slope * nbytes for delay, slope in lines.values())
 
     def state(self) -> dict[str, Tensor]:
@@ -261,12 +235,9 @@ class Planner:
         found = {
             "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
             "looked": torch.tensor(self.looked),
-            "longest": torch.tensor([self.longest, self.carried], dtype=torch.float64),
         }
         for name, seconds in self.steps.items():
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
-        for name, norm in self.norms.items():
-            found[f"norm.{name}"] = torch.tensor(norm, dtype=torch.float64)
         for name, fit in self.links.items():
             found[f"link.{name}"] = torch.tensor(fit.sums, dtype=torch.float64)
         return found
@@ -276,10 +247,8 @@ class Planner:
         every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
         self.now = Decision(Pace(int(every), int(overlap), up), down, why)
         self.looked = int(state["looked"])
-        self.longest, self.carried = (float(x) for x in state["longest"])
-        for prefix, into in (("step.", self.steps), ("norm.", self.norms)):
-            into.clear()
-            into |= {n.removeprefix(prefix): float(tensor) for n, tensor in state.items() if n.startswith(prefix)}
+        own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
+        self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
         self.links = {
             name.removeprefix("link."): LinkFit([float(x) for x in tensor])
             for name, tensor in state.items()

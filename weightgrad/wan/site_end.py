@@ -111,6 +111,11 @@ class SiteEnd:
         return len(self._flights)
 
     @property
+    def pushed(self) -> int:
+        """The last round it has pushed for."""
+        return self._pushed
+
+    @property
     def overlap(self) -> int:
         """Steps a site goes on while a round is on its way."""
         return self.plan.overlap if self.pace is None else self.pace.overlap
@@ -265,7 +270,6 @@ class SiteEnd:
         codec: Codec | None = None,
         final: bool = False,
     ) -> Push:
-        moved = float(fresh.norm()) if self.pace is not None else 0.0
         self._round += 1  # never past a round it was called to: each waits for its push
         parts = self.pending.take(
             fresh,
@@ -288,7 +292,7 @@ class SiteEnd:
             parts,
             final,
             self.rate,
-            self._stopwatch.report(moved) if self.pace is not None else None,
+            self._stopwatch.report() if self.pace is not None else None,
         )
         self._pushed, self._round_step = self._round, self.step
         self._flights.append(_Flight(push, now))

@@ -385,10 +385,9 @@ TABLE = _table(
         gradients="qsgd(bits=8)",
         trigger="paced(4)",
         planner="auto()",
-        up="ef(topk(0.01) > sign())",
-        down="ef(topk(0.01) > sign())",
-        resume="base_and_pending",
-        flush="qsgd(bits=4)",
+        up="ef(topk(0.1) > sign())",
+        down="ef(topk(0.2) > sign())",
+        flush="none",
     ),
 )
 

@@ -1,0 +1,80 @@
+"""A server or a site that dies in the last moment of a run: nobody meets a closed door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightgrad.errors import SavedStateError
+from weightgrad.runtime.server import FieldServer
+from weightgrad.wan.messages import Leave, Message
+
+from .field import Hub, Runner, finish, tiny
+
+
+def _over(server: FieldServer) -> bool:
+    """Every site's last push is in the base."""
+    return server.core is not None and all(m.done for m in server.core.members.by_name.values())
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "{name: diloco, every: 4}"])
+def test_a_server_that_dies_before_the_last_answer_has_left(strategy: str, tmp_path: Path) -> None:
+    recipe = tiny(strategy, workers=1, steps=8)
+    first = Hub(recipe, state=tmp_path, until_finished=True)
+    send = first.server.lanes.send
+
+    def dies(name: str, data: Any) -> None:
+        if _over(first.server):
+            raise SavedStateError("killed: the checkpoint is written, and nobody was told")
+        send(name, data)
+
+    first.server.lanes.send = dies  # type: ignore[method-assign]
+    sites = [Runner(recipe, name, first.address) for name in ("east", "west")]
+    first.join()
+    assert isinstance(first.error, SavedStateError)
+    with Hub(recipe, state=tmp_path, until_finished=True, listen=first.address) as second:
+        finish(*sites)
+        second.join()
+        assert [site.version for site in sites] == [second.version] * 2
+        assert {site.base.digest() for site in sites} == {second.core.base.digest()}
+
+
+def test_a_server_waits_for_a_site_that_died_before_it_had_its_last_answer(tmp_path: Path) -> None:
+    recipe = tiny("{name: diloco, every: 4}", workers=1, steps=8)
+    with Hub(recipe, until_finished=True) as hub:
+        send, handle = hub.server.lanes.send, hub.server._handle
+        left: list[str] = []
+
+        def forgets(name: str, data: Any) -> None:
+            if not (name == "west" and _over(hub.server)):
+                send(name, data)
+
+        def hears(site: str, message: Message) -> None:
+            left.extend([site] if isinstance(message, Leave) else [])
+            handle(site, message)
+
+        hub.server.lanes.send = forgets  # type: ignore[method-assign]
+        hub.server._handle = hears  # type: ignore[method-assign]
+        east = Runner(recipe, "east", hub.address)
+        west = Runner(recipe, "west", hub.address, state=tmp_path, checkpoint_every=1)
+        hub.until(lambda: "east" in left)
+        west.vanish()
+        hub.server.lanes.send = send  # type: ignore[method-assign]
+        again = Runner(recipe, "west", hub.address, state=tmp_path)
+        finish(east, again)
+        hub.join()
+        assert again.base.digest() == hub.core.base.digest()
+
+
+def test_a_server_does_not_wait_for_ever_for_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightgrad.runtime.server._GOODBYE_S", 0.5)
+    recipe = tiny("{name: diloco, every: 4}", workers=1, steps=8)
+    with Hub(recipe, until_finished=True) as hub:
+        handle = hub.server._handle
+        hub.server._handle = lambda site, message: (  # type: ignore[method-assign]
+            None if isinstance(message, Leave) else handle(site, message)
+        )
+        finish(*(Runner(recipe, name, hub.address) for name in ("east", "west")))
+        hub.join()

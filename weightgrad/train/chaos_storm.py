@@ -1,0 +1,70 @@
+"""A chaos schedule as a plot for the emulator: by how far the run is, not by the clock.
+
+How long a process needs to come back depends on the machine, so a fault strikes when the slowest site has done the
+fault's share of the steps, or, while nothing moves, as many seconds after the one before it as the schedule says.
+So a schedule strikes at about the same steps every time, strikes into what it has stopped, and is over before the
+run is. Scenes of its own end what a fault began.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weightgrad.train.launch import Standing
+from weightgrad.train.recipe_plan import Fault
+from weightgrad.train.scenes import Scene, of_fault
+
+
+class Storm:
+    """Faults in order of `at_seconds` within a horizon. Remembers when each was over, and when rounds closed."""
+
+    def __init__(self, faults: Sequence[Fault], horizon: float, steps: int) -> None:
+        self.absent = frozenset(fault.where[0] for fault in faults if fault.what == "join")
+        self.struck: list[Fault] = []
+        self.ends: list[float] = []  # in seconds since the first step
+        self.rounds: list[float] = []
+        self._waiting = list(faults)
+        self._horizon, self._steps = horizon, steps
+        self._due: list[tuple[Scene, bool]] = []  # and whether it is the last of its fault
+        self._late = set(self.absent)
+        self._last = (0.0, 0.0)  # when the last one struck, and when it should have
+        self._share = 0.0
+
+    def next(self, seconds: float, now: Standing) -> Scene | None:
+        """What is due."""
+        if seconds < 0:
+            return None
+        self.rounds += [seconds] * (now.rounds - len(self.rounds))
+        there = [step for site, step in now.steps.items() if site not in self._late]
+        self._share = max(self._share, min(there, default=0) / self._steps)  # a site that is back begins further behind
+        if self._due and self._due[0][0].at <= seconds:
+            scene, last = heapq.heappop(self._due)
+            if last:
+                self.ends.append(seconds)
+            return scene
+        if self._waiting and self._is_due(self._waiting[0].at_seconds, seconds):
+            return self._strike(self._waiting.pop(0), seconds)
+        return None
+
+    def _is_due(self, at: float, seconds: float) -> bool:
+        then, planned = self._last
+        return self._share * self._horizon >= at or seconds >= then + at - planned
+
+    def _strike(self, fault: Fault, seconds: float) -> Scene:
+        self._last = (seconds, fault.at_seconds)
+        self.struck.append(fault)
+        if fault.what == "join":
+            self._late.discard(fault.where[0])
+        first, *rest = of_fault(replace(fault, at_seconds=seconds))
+        for place, scene in enumerate(rest, start=1):
+            heapq.heappush(self._due, (scene, place == len(rest)))
+        if not rest:
+            self.ends.append(seconds)
+        return first
+
+    @property
+    def brings_back(self) -> bool:
+        """Whether somebody is still to come."""
+        return any(scene.starts for scene, _ in self._due) or any(f.what == "join" for f in self._waiting)
