@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from field_sheet import Row, Sheet
-from table_runs import Cell, Found, Strategy, apart, cells, columns, rows, run
+from table_runs import Cell, Found, Strategy, apart, cells, columns, rows, run, sheet
 from tables import Claim, Document, Options, main, number
 
 from weightgrad.report import curves
@@ -102,7 +102,7 @@ def sheets(found: Found) -> list[Sheet]:
     made = []
     for part, runs in found.parts.items():
         about = "Seconds to accuracy: to 99 % of what sync ends with, seed by seed; speedup is over sync's."
-        made.append(Sheet(part, part, about, shown, rows(runs)))
+        made.append(sheet(part, about, shown, runs))
     return made
 
 

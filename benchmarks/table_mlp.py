@@ -42,6 +42,7 @@ class Plan:
     evaluate_on: int = number(10_000, "test images")
     repeats: int = number(2, "repeats of the codecs' measurement, of which the best counts")
     networks_gbit_s: tuple[int, ...] = (1, 10, 40)
+    data: str = "mnist"
 
 
 QUICK = Plan(steps=6, batch=64, width=128, evaluate_on=500, repeats=1)
@@ -51,7 +52,7 @@ def recipe(plan: Plan) -> Recipe:
     """One site; a link that costs nothing, as its only message is the last."""
     text = {
         "name": "mlp",
-        "data": {"name": "mnist"},
+        "data": {"name": plan.data},
         "model": {"name": "mlp", "options": {"width": plan.width, "depth": 3}},
         "training": {
             "steps": plan.steps,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import validation_split
 from field_sheet import Row, Sheet
-from table_runs import Cell, Found, Strategy, apart, cells, columns, rows, run
+from table_runs import Cell, Found, Strategy, apart, cells, columns, rows, run, sheet
 from tables import Claim, Document, Options, main, number
 
 from weightgrad.report.comparison_table import seeds_text
@@ -151,9 +151,9 @@ def sheets(found: Found) -> list[Sheet]:
         about += f", {training['evaluate_on']} held-out images, {seeds_text(len(next(iter(runs.values()))))}."
         if _is_timing(part):
             about += " For times and bytes: accuracies mean nothing after so few steps."
-        sheet = Sheet(part, part, about, [*shown, *sent])
-        sheet.rows = [{**r, "kb": 1000 * r["wan_mb"] / nodes / training["steps"] / 2} for r in rows(runs)]
-        made.append(sheet)
+        made.append(sheet(part, about, [*shown, *sent], runs))
+        for row in made[-1].rows:
+            row["kb"] = None if row["diverged"] else 1000 * row["wan_mb"] / nodes / training["steps"] / 2
     return made
 
 
@@ -166,8 +166,8 @@ def by_nodes(found: Found) -> Sheet:
     parts = {part: rows(runs) for part, runs in found.parts.items() if part.startswith("LeNet")}
     order = sorted(parts, key=lambda part: int(part.split()[1]))
     headings = [(part.removeprefix("LeNet, "), part, "{}") for part in order]
-    sheet = Sheet("nodes", "LeNet by nodes", "Accuracy % ± over the seeds; speedup over fp32 in brackets.", headings)
-    sheet.columns.insert(0, ("", "row", "{}"))
+    made = Sheet("nodes", "LeNet by nodes", "Accuracy % ± over the seeds; speedup over fp32 in brackets.", headings)
+    made.columns.insert(0, ("", "row", "{}"))
     for name in few():
         cells_: Row = {"row": name}
         for part in order:
@@ -175,8 +175,8 @@ def by_nodes(found: Found) -> Sheet:
             if row is not None and row["accuracy"] is not None:
                 spread = "" if row["spread"] is None else f" ± {row['spread']:.2f}"
                 cells_[part] = f"{row['accuracy']:.2f}{spread} ({row['speedup']:.2f})"
-        sheet.rows.append(cells_)
-    return sheet
+        made.rows.append(cells_)
+    return made
 
 
 def claims(found: Found, plan: Plan) -> list[Claim]:
@@ -222,11 +222,12 @@ def make(plan: Plan, options: Options) -> Document:
     """Run what is missing, and conclude."""
     found = run(wanted(plan, options), options)
     lengths = f"{plan.alexnet_steps} steps of AlexNet and {plan.resnet_steps} of ResNet-20, one seed"
+    timed = " and ".join(model.replace("resnet", "ResNet-") for model in plan.timed)
     return Document(
         title="QSGD: bits, rounding, error feedback and nodes",
         rests_on=[
             f"Here: {plan.steps} steps of LeNet on Fashion-MNIST, {seeds_text(plan.seeds)}; on CIFAR-10 {lengths}; "
-            f"{plan.timing_steps} steps of ResNet-110 and ResNet-50, for times and bytes. SGD with momentum 0.9 and "
+            f"{plan.timing_steps} of {timed}, for times and bytes. SGD with momentum 0.9 and "
             "cosine, 10 % of the training data held out for validation.",
             "The report: AlexNet, ResNet-50 and ResNet-110 on CIFAR-10, 1, 2, 4 and 8 nodes, 10 % held out; it found 4 "
             "times fewer bytes free and 8 times nearly free. Our notes have neither its epochs nor its number of runs.",

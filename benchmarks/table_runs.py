@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from field_sheet import Row
+from field_sheet import Row, Sheet
 from rich.console import Console
 from tables import Difference, Options, difference
 
-from weightgrad.errors import RunError
+from weightgrad.errors import RunError, WeightGradError
 from weightgrad.report import comparison, sweep
 from weightgrad.report.choices import Choice, safe_name
 from weightgrad.report.progress import watching
@@ -100,14 +100,24 @@ def run(wanted: Sequence[Cell], options: Options) -> Found:
         with watching(console, runs=len(todo), part=0.5) as watcher:
             failures = sweep.run(todo, processes=options.jobs, simulate=train_run.simulate, watcher=watcher)
     else:
-        for job in todo:
-            train_run.simulate(job.recipe, job.directory)
-    found = Found(failures=[f"{label}: {error}" for label, error in failures.items()])
+        failures = {job.label: error for job in todo if (error := _simulate(job))}
+    found = Found()
     for cell, job in zip(wanted, jobs, strict=True):
-        if job.label not in failures:
+        if finished(job):  # also one that failed by diverging before its first evaluation: it would do so again
             part = found.parts.setdefault(cell.part, {})
             part.setdefault(cell.row, []).append(Run.read(job.directory))
+        else:
+            found.failures.append(f"{job.label}: {failures.get(job.label, 'it is not finished')}")
     return found
+
+
+def _simulate(job: sweep.Job) -> str | None:
+    """In this process; what went wrong."""
+    try:
+        train_run.simulate(job.recipe, job.directory)
+    except WeightGradError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def rows(part: Mapping[str, Sequence[Run]]) -> list[Row]:
@@ -115,11 +125,11 @@ def rows(part: Mapping[str, Sequence[Run]]) -> list[Row]:
     if not part:
         return []
     made = comparison.compare(part)
-    reference = made.rows[0]
-    found = []
+    found: list[Row] = []
     for one in made.rows:
         runs = part[one.strategy]
         steps = statistics.fmean(run.summary["steps"] for run in runs)
+        step_ms = 1000 * one.virtual_seconds / steps if steps else None
         losses = [run.summary["loss"] for run in runs if run.summary["loss"] is not None]
         found.append(
             {
@@ -132,18 +142,27 @@ def rows(part: Mapping[str, Sequence[Run]]) -> list[Row]:
                 "points": None if one.strategy == made.reference else one.difference_points,
                 "loss": statistics.fmean(losses) if losses else None,
                 "seconds": one.virtual_seconds,
-                "step_ms": 1000 * one.virtual_seconds / steps if steps else None,
-                "speedup": reference.virtual_seconds / one.virtual_seconds if one.virtual_seconds else None,
+                "step_ms": step_ms,
+                "speedup": (found[0]["step_ms"] if found else step_ms) / step_ms if step_ms else None,
                 "seconds_to": one.seconds_to_accuracy,
                 "speedup_to": one.speedup_to_accuracy,
                 "reached": one.reached,
                 "wan_mb": one.wan_bytes / 1e6,
                 "lan_mb": one.lan_bytes / 1e6,
-                "ratio": one.wan_ratio,
+                "ratio": None if one.diverged else one.wan_ratio,
                 "waiting": 100 * one.waiting_share,
             }
         )
     return found
+
+
+def sheet(name: str, about: str, shown: list[tuple[str, str, str]], part: Mapping[str, Sequence[Run]]) -> Sheet:
+    """A part as a table, with a note for what diverged."""
+    made = Sheet(name, name, about, shown, rows(part))
+    lost = [f"{row['name']} {row['diverged']} of {row['seeds']}" for row in made.rows if row["diverged"]]
+    if lost:
+        made.notes.append(f"† diverged, and counts with its last evaluation, if it had one: {', '.join(lost)}.")
+    return made
 
 
 COLUMNS = {

@@ -1,7 +1,7 @@
 """Scale: from 2 to 100 sites. Virtual time and bytes of a run, and what an update costs the global server.
 
     python benchmarks/table_scale.py --quick
-    python benchmarks/table_scale.py                           # about 8 minutes on two cores
+    python benchmarks/table_scale.py                           # about 7 minutes on two cores
 
 The same training (data, batch, steps) is cut into ever more sites, each behind a line of its own; the server's
 network card is shared by all. Then the real `GlobalServer` takes pushes of as many sites and is timed and weighed.
@@ -34,7 +34,7 @@ class Plan:
 
     sites: tuple[int, ...] = (2, 5, 10, 25, 50, 100)
     numels: tuple[int, ...] = (1_000_000, 10_000_000)
-    steps: int = number(100, "steps of a run")
+    steps: int = number(150, "steps of a run")
     seeds: int = number(1, "runs of each row")
     batch: int = number(400, "images a step over all sites")
     width: int = number(64, "units of the model's hidden layer")
@@ -123,7 +123,7 @@ def sheets(found: Found, cost: list[Row]) -> list[Sheet]:
         "server",
         "The global server",
         "Processor time to take one site's update (decode, add, and its share of closing the round: aggregate, encode, "
-        "step, fingerprint), also in passes of `copy_` over the model; tensors and answers it holds when all but one push "
+        "step, fingerprint), also in passes of `copy_` over the model; what it holds in tensors when all but one push "
         "of a round have come, in the order of the sites' names, and in the worst one, when encoded pushes must wait.",
         [
             *(("strategy", "strategy", "{}"), ("parameters", "shown", "{}"), ("sites", "sites", "{:d}")),

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from field_sheet import Row, Sheet
-from table_runs import Cell, Found, apart, cells, columns, rows, run
+from table_runs import Cell, Found, apart, cells, columns, rows, run, sheet
 from tables import Claim, Difference, Document, Options, difference, main, number
 
 from weightgrad.report.comparison_table import seeds_text
@@ -84,7 +84,7 @@ def cost(found: Found, row: str, skew: str, tested: int) -> Difference | None:
 
 def by_row(found: Found) -> Sheet:
     """Accuracy by row and skew."""
-    sheet = Sheet(
+    made = Sheet(
         "skew",
         "Accuracy by skew",
         "% ± over the seeds; in brackets the points that the skew costs the same strategy.",
@@ -101,15 +101,15 @@ def by_row(found: Found) -> Sheet:
                 spread = "" if row["spread"] is None else f" ± {row['spread']:.2f}"
                 line[part] = f"{row['accuracy']:.2f}{spread}{lost}"
         if len(line) > 1:
-            sheet.rows.append(line)
-    return sheet
+            made.rows.append(line)
+    return made
 
 
 def sheets(found: Found) -> list[Sheet]:
     """The summary, and a sheet for each skew."""
     shown = columns("accuracy", "spread", "points", "seconds", "speedup_to", "reached", "wan_mb", "ratio", "waiting")
     about = "Δ and speedup are against the baseline with the same skew; speedup to 99 % of what it ends with."
-    return [by_row(found), *(Sheet(part, part, about, shown, rows(runs)) for part, runs in found.parts.items())]
+    return [by_row(found), *(sheet(part, about, shown, runs) for part, runs in found.parts.items())]
 
 
 def claims(found: Found, plan: Plan) -> list[Claim]:

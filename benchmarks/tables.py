@@ -25,6 +25,7 @@ import torch
 from field_sheet import Sheet
 
 from weightgrad import kernels
+from weightgrad.report.comparison_table import seeds_text
 from weightgrad.report.machine import measured_on
 
 HERE = Path(__file__).parent
@@ -104,9 +105,11 @@ class Difference:
 
     points: float
     twice: float
+    seeds: int = 1
 
     def text(self) -> str:
-        return f"{self.points:+.2f} ± {self.twice:.2f} points"
+        """With what it rests on: one seed says nothing about the next."""
+        return f"{self.points:+.2f} ± {self.twice:.2f} points, {seeds_text(self.seeds)}"
 
     def above(self, limit: float) -> bool | None:
         """Whether it is more than that; None: within two standard errors of it."""
@@ -122,7 +125,7 @@ def difference(row: Sequence[float], reference: Sequence[float], tested: int) ->
     error = 100 * math.sqrt(2 * share * (1 - share) / tested / len(pairs))
     if len(pairs) > 1:
         error = max(error, statistics.stdev(pairs) / math.sqrt(len(pairs)))
-    return Difference(statistics.fmean(pairs), 2 * error)
+    return Difference(statistics.fmean(pairs), 2 * error, len(pairs))
 
 
 @dataclass(kw_only=True)

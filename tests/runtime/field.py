@@ -28,7 +28,7 @@ from weightgrad.wan.base import Base
 from weightgrad.wan.global_server import Closed, GlobalServer
 from weightgrad.wan.guard import Guard
 
-PATIENCE_S = 15.0  # for a busy machine; nothing here should need it
+PATIENCE_S = 300.0  # for a busy machine; nothing here should need it
 
 TINY = """
 name: tiny

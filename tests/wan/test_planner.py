@@ -48,7 +48,7 @@ def test_usual_link() -> None:
     found = planner()
     drive(found, 100e6, 0.02, 0.03)
     assert (found.now.pace.every, found.now.pace.up) == (Auto().every, Auto().codec(Auto().density))
-    assert 0 < found.now.pace.overlap <= Auto().every
+    assert 0 < found.now.pace.overlap <= Auto().reach
 
 
 def test_a_link_faster_than_the_codec() -> None:
@@ -65,9 +65,16 @@ def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float) -> N
     drive(found, bit_s, delay, 0.03)
     pace = found.now.pace
     assert pace.every > Auto().every or pace.up != Auto().codec(Auto().density)
-    density = float(pace.up.split("(")[2].split(")")[0])
-    bits = NUMEL * (sparse_bits(density) + sparse_bits(Auto().down(density)))
-    assert 2 * delay + bits / bit_s <= pace.every * 0.03, "and it hides"
+    bits = NUMEL * (sparse_bits(found.density) + sparse_bits(Auto().down(found.density)))
+    assert bits / bit_s <= 2 * pace.every * 0.03, "its bytes hide"
+    assert 2 * delay <= 1.3 * pace.overlap * 0.03, "and so does its answer"
+
+
+def test_a_long_link_gets_overlap_and_not_fewer_rounds() -> None:
+    found = planner()
+    drive(found, 100e6, 0.1, 0.03)
+    assert (found.now.pace.every, found.now.pace.up) == (Auto().every, Auto().codec(Auto().density))
+    assert 7 <= found.now.pace.overlap <= Auto().reach
 
 
 def test_it_follows_a_link_that_slows_and_recovers_and_does_not_swing() -> None:
@@ -122,7 +129,7 @@ def test_no_measurement_breaks_it(found: list[tuple[float, float]]) -> None:
             one.observe(name, Report(step), network, 1000)
         decision = one.decide(SITES)
         if decision is not None:
-            assert 0 <= decision.pace.overlap <= decision.pace.every
+            assert 0 <= decision.pace.overlap <= max(Auto().reach, decision.pace.every)
 
 
 def test_stopwatch_counts_steps_and_not_waiting() -> None:

@@ -42,7 +42,7 @@ from weightgrad.wan.messages import Answer, Join, Leave, Message, Plant, Push
 log = logging.getLogger("weightgrad.serve")
 
 _NAME = "server"
-_GOODBYE_S = 0.0  # to wait for sites that have finished and did not say goodbye
+_GOODBYE_S = 60.0  # to wait for sites that have finished and did not say goodbye
 _HANG_UP_S = 5.0  # for those that did
 _LOOK_S = 0.2
 
@@ -193,6 +193,8 @@ class FieldServer:
         elif isinstance(message, Leave):
             log.info("%s leaves", message.site)
         self._act(core.receive(message, self.now))
+        if isinstance(message, Leave):
+            self._save(core)  # or a server that is started again would wait for its goodbye
 
     def _check_sender(self, site: str, message: Message) -> None:
         named = getattr(message, "site", None)

@@ -3,15 +3,16 @@
 A site reports with each push how long its steps take and how long its last push took to be answered. Less
 what the server held the round for the others, that is the link: `seconds = delay + bytes / speed`, fitted per
 site with recent rounds counting more. From that the planner takes, in this order of preference, the first pace
-whose exchange hides behind the compute between two rounds:
+whose bytes hide behind the compute between two pushes, and whose answers come within `reach` steps:
 
 1. nothing encoded, every step, where every link is faster than the codecs are;
-2. `every` steps with the `density` that training hardly feels;
+2. rounds every `every` steps (something is sent in every second one) with the `density` that training hardly feels;
 3. sparser, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
-It goes to a slower pace as soon as the present one no longer hides, and back only when the faster one would
-with room to spare, so it does not swing. Every change is said with its reason.
+The overlap is what the slowest answer needs, so several rounds may be on their way at a time. It goes to a slower
+pace as soon as the present one no longer hides, and back only when the faster one would with room to spare, so it
+does not swing. Every change is said with its reason.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from weightgrad.errors import StrategyError
 from weightgrad.units import show_bit_s
 from weightgrad.wan.pace import Pace, Report
 from weightgrad.wan.parts import check, part
+from weightgrad.wan.triggers import SENDS
 
 CODEC_BYTES_S = 3e9  # float32 encoded and decoded again, on one core: see docs/codec-speed.md
 _HIDDEN = 0.8  # of the compute between two rounds may be the exchange
 _EAGER = 0.5  # less than that to go back to a faster pace
+_STAY = 1.3  # longer than `reach` an answer may take before rounds get fewer
 _FORGET = 0.9  # what a round counts for in the fit, one round later
 _PROBE = 0.25  # density of the first round: two sizes tell delay and speed apart
 
@@ -66,10 +69,11 @@ class Fixed:
 class Auto:
     """Rounds, density and overlap from measured steps and links."""
 
-    every: int = 4
+    every: int = 2
     density: float = 0.1
     least: float = 0.0025
     at_most: int = 64
+    reach: int = 12
     values: str = "sign()"
 
     word: ClassVar[str]
@@ -79,6 +83,7 @@ class Auto:
         check("auto", "density", self.density, 1e-6, 0.5)
         check("auto", "least", self.least, 1e-6, self.density)
         check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
+        check("auto", "reach", self.reach, 1, 10**6, whole=True)
         if not isinstance(self.values, str):
             raise StrategyError(f"auto: values = {self.values!r}; it is a codec such as 'sign()'")
 
@@ -194,14 +199,16 @@ class Planner:
             if seconds <= _HIDDEN * step:
                 why = f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec"
                 return self._decision(1, 1.0, seconds, step, why)
+        delay = max(delay for delay, _ in lines.values())
         for every, density in self.auto.ladder():
-            seconds = self._seconds(lines, density)
-            room = (_HIDDEN if self._as_slow(every, density) else _EAGER) * every * step
-            if seconds <= room:
+            seconds, busy = self._seconds(lines, density), self._busy(lines, density)
+            share = _HIDDEN if self._as_slow(every, density) else _EAGER
+            patience = _STAY if every == self.now.pace.every else 1.0
+            if busy <= share * SENDS * every * step and delay <= patience * max(self.auto.reach, every) * step:
                 break
         why = (
-            f"a round takes {seconds:.3f} s on the slowest link, {every} steps of {step:.3f} s hide "
-            f"{min(1.0, every * step / seconds) if seconds else 1.0:.0%} of it"
+            f"a round takes {seconds:.3f} s on the slowest link, {busy:.3f} s of them for its bytes; a step takes "
+            f"{step:.3f} s"
         )
         return self._decision(every, density, seconds, step, why)
 
@@ -218,16 +225,24 @@ class Planner:
         return sparse_bits(density) / every <= sparse_bits(self.density) / present.every
 
     def _decision(self, every: int, density: float, seconds: float, step: float, why: str) -> Decision:
-        needed = every if 1.1 * seconds > every * step else math.ceil(1.1 * seconds / step)
-        overlap = min(every, max(1, needed)) if seconds > 0.02 * step else 0
+        most = max(self.auto.reach, every)
+        needed = most if 1.1 * seconds > most * step else math.ceil(1.1 * seconds / step)
+        overlap = max(1, needed) if seconds > 0.02 * step else 0
         pace, codec, down = self.now.pace, self.auto.codec(density), self.auto.codec(self.auto.down(density))
         if (pace.every, pace.up) == (every, codec) and overlap <= pace.overlap <= overlap + 1:
             overlap = pace.overlap  # one step more or less is noise
         return Decision(Pace(every, overlap, codec), down, why)
 
+    def _nbytes(self, density: float) -> float:
+        return self.numel * (sparse_bits(density) + sparse_bits(self.auto.down(density))) / 8
+
+    def _busy(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
+        """Seconds in which the slowest link is full."""
+        return max(slope for _, slope in lines.values()) * self._nbytes(density)
+
     def _seconds(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
-        nbytes = self.numel * (sparse_bits(density) + sparse_bits(self.auto.down(density))) / 8
-        return max(delay + slope * nbytes for delay, slope in lines.values())
+        """Seconds from a push to its answer."""
+        return max(delay + slope * self._nbytes(density) for delay, slope in lines.values())
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint."""

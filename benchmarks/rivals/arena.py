@@ -1,0 +1,110 @@
+"""Runs one rival on an open network of two hosts, to the end or until patience is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rivals.outcome import Trace
+from rivals.spec import INSTALLED, Spec
+from rivals.tasks import SITES
+from safetensors.torch import load_file
+
+from weightgrad.emulate.network import Network
+from weightgrad.errors import RunError
+from weightgrad.train.launch import Processes
+from weightgrad.train.recipe import Recipe
+
+BENCHMARKS = Path(__file__).parents[1]
+ROOT = BENCHMARKS.parent
+ENVIRONMENTS = ROOT / "runs" / "rivals-env"
+_LOOK_SECONDS = 0.02
+
+
+def interpreter(spec: Spec) -> str:
+    """The python that has it."""
+    return str(ENVIRONMENTS / spec.name / "bin" / "python") if spec.name in INSTALLED else sys.executable
+
+
+def refusal(spec: Spec) -> str | None:
+    """Why this rival cannot run here; None: it can."""
+    if spec.name not in INSTALLED or Path(interpreter(spec)).exists():
+        return None
+    said = ENVIRONMENTS / f"{spec.name}.refused"
+    if said.exists():
+        return f"not installable here: {said.read_text().strip()}"
+    return "not installed: run benchmarks/rivals/install.sh"
+
+
+def passed(wan: Network) -> int:
+    """Bytes on the line so far, both ways."""
+    return sum(pair.bytes for pair in wan.stats().pairs.values())
+
+
+def race(spec: Spec, recipe: Recipe, out: Path, wan: Network, patience: float) -> Trace:
+    """Two workers of a rival: start them, let them get ready, say go, read what they leave."""
+    (out / "logs").mkdir(parents=True)
+    (out / "recipe.yaml").write_text(recipe.to_yaml())
+    processes = Processes(out / "logs")
+    addresses = ",".join(wan.host(name).address for name in SITES)
+    ranks = range(len(SITES))
+    try:
+        for rank, name in enumerate(SITES):
+            command = [interpreter(spec), "-W", "ignore", "-m", "rivals.worker", spec.text, str(rank), addresses]
+            processes.start(name, command, _placed(wan.host(name).popen, out))
+        until = time.monotonic() + patience
+        watch(processes, lambda: all((out / f"ready-{rank}").exists() for rank in ranks), until)
+        before = passed(wan)
+        (out / "go").touch()
+        watch(processes, lambda: all((out / f"worker-{rank}.json").exists() for rank in ranks), until)
+        line_bytes = passed(wan) - before
+    finally:
+        processes.end(grace=2.0)
+    return _trace(out, line_bytes)
+
+
+def _placed(popen: Callable[..., Any], out: Path) -> Callable[..., "subprocess.Popen[bytes]"]:
+    """In the run's directory, with our modules."""
+
+    def start(command: list[str], env: dict[str, str], **keywords: Any) -> subprocess.Popen[bytes]:
+        paths = os.pathsep.join(map(str, (BENCHMARKS, ROOT)))
+        started: subprocess.Popen[bytes] = popen(command, cwd=out, env={**env, "PYTHONPATH": paths}, **keywords)
+        return started
+
+    return start
+
+
+def watch(processes: Processes, done: Callable[[], bool], until: float) -> None:
+    """Wait for it; raises when a process fails or patience is over."""
+    while not done():
+        if (name := processes.failed()) is not None:
+            raise RunError(f"{name} ended with code {processes.running[name].returncode}: {processes.tail(name, 3)}")
+        if time.monotonic() > until:
+            last = "; ".join(f"{name}: {processes.tail(name, 1)}" for name in processes.running)
+            raise RunError(f"not finished in time; last lines: {last}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _trace(out: Path, line_bytes: int) -> Trace:
+    said = [json.loads((out / f"worker-{rank}.json").read_text()) for rank in range(len(SITES))]
+    kept = [load_file(str(out / f"worker-{rank}.safetensors")) for rank in range(len(SITES))]
+    began = max(one["began"] for one in said)
+    ends = [max(both) - began for both in zip(*(one["ends"] for one in said), strict=True)]
+    mean = {key: torch.stack([one[key] for one in kept]).mean(0) for key in kept[0]}
+    apart = max(float((one["final"] - mean["final"]).abs().max()) for one in kept)
+    return Trace(
+        ends=ends,
+        finished=max(one["finished"] for one in said) - began,
+        weights={int(key): weights for key, weights in mean.items() if key != "final"},
+        final=mean["final"],
+        line_bytes=line_bytes,
+        late=max(one["late"] for one in said),
+        notes=() if apart == 0 else (f"the two models end up to {apart:.2g} apart; judged is their mean",),
+    )

@@ -1,0 +1,86 @@
+"""One worker of a rival, on its own emulated host: `python -m rivals.worker RIVAL RANK ADDRESS,ADDRESS` in a run's directory.
+
+It makes itself ready, says so with a file, waits for the start, trains, and keeps a copy of its weights at the
+steps where the recipe evaluates; nothing is evaluated while the clock runs. Times are the machine's monotonic clock,
+which all processes share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rivals import rival_ddp, rival_hivemind, rival_torchft
+from rivals.paced_pass import PacedPass
+from rivals.rival import Rival, Worker
+from rivals.spec import Spec
+from safetensors.torch import save_file
+from torch import Tensor
+
+from weightgrad.site import optimizers
+from weightgrad.train.recipe import Recipe
+from weightgrad.train.run import optimizer_options, rate_of
+from weightgrad.train.task import Training
+
+_LOOK_SECONDS = 0.005
+_MAKERS: dict[str, Callable[[Worker, str], Rival]] = {
+    "ddp": rival_ddp.make,
+    "ddp-fp16": rival_ddp.make,
+    "ddp-powersgd": rival_ddp.make,
+    "post-local": rival_ddp.make,
+    "torchft": rival_torchft.make,
+    "hivemind": rival_hivemind.make,
+}
+
+
+def run(spec: Spec, rank: int, addresses: list[str]) -> None:
+    """From nothing to `worker-RANK.json` and `worker-RANK.safetensors`."""
+    recipe = Recipe.load("recipe.yaml")
+    task = Training(recipe)
+    module, layout = task.module, task.layout
+    chosen = recipe.training.optimizer
+    optimizer = optimizers.build(chosen.name, list(module.parameters()), optimizer_options(chosen))
+    paced = PacedPass(module, float(recipe.compute.seconds_per_step))
+    rival = _MAKERS[spec.name](Worker(rank, addresses, recipe, task, module, optimizer, spec.options), spec.name)
+    rate, steps, every = rate_of(recipe), recipe.training.steps, recipe.training.evaluate_every
+    _until_started(rank)
+    began, ends, kept = time.monotonic(), [], dict[str, Tensor]()
+    for step in range(steps):
+        paced.begin()
+        task.backward(rank, 0, step)
+        paced.end()
+        optimizers.set_rate(optimizer, rate(step))
+        rival.step()
+        optimizer.zero_grad()
+        ends.append(time.monotonic())
+        if (step + 1) % every == 0:
+            kept[str(step + 1)] = layout.gather(module)
+    rival.finish()
+    finished = time.monotonic()
+    kept["final"] = layout.gather(module)
+    save_file(kept, f"worker-{rank}.safetensors")
+    found = {"began": began, "ends": ends, "finished": finished, "late": paced.late / paced.passes}
+    _write(Path(f"worker-{rank}.json"), json.dumps(found))
+    rival.close()
+
+
+def _until_started(rank: int) -> None:
+    _write(Path(f"ready-{rank}"), "")
+    while not Path("go").exists():
+        time.sleep(_LOOK_SECONDS)
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: somebody is waiting for it."""
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    run(Spec.parse(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","))

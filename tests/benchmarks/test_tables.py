@@ -1,0 +1,219 @@
+"""Every table, made from tiny plans: what it claims follows from numbers, and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import server_cost
+import table_allreduce
+import table_charts
+import table_consistency
+import table_mlp
+import table_qsgd
+import table_runs
+import table_scale
+import table_skew
+import table_weightgrad
+import tables
+import validation_split
+from allreduce_ranks import Notebook, exchange, rank_cost, vector_bytes
+from tables import Claim, Difference, Document, Options, difference
+
+from weightgrad.errors import DataError, RunError
+from weightgrad.train import datasets
+from weightgrad.train import run as train_run
+from weightgrad.train.recipe import Recipe
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(name="tiny", command="python tiny", quick=True, out=tmp_path, runs=tmp_path / "runs", jobs=0)
+
+
+def written(document: Document, options: Options) -> str:
+    paths = document.write(options)
+    assert all(path.stat().st_size for path in paths)
+    assert json.loads(paths[1].read_text())["claims"]
+    assert not document.failures
+    return paths[0].read_text()
+
+
+CONSISTENCY = table_consistency.Plan(
+    steps=1, seeds=1, sites=2, batch=2, evaluations=1, evaluate_on=20, data="digits", model="lenet-digits"
+)
+SKEW = table_skew.Plan(steps=1, seeds=1, batch=8, evaluate_on=20, data="digits", model="lenet-digits")
+SCALE = table_scale.Plan(sites=(2, 3), numels=(1000,), steps=2, batch=6, width=8, rounds=1)
+MLP = table_mlp.Plan(steps=2, batch=8, width=8, evaluate_on=20, repeats=1, data="digits")
+ALLREDUCE = table_allreduce.Plan(
+    sides=(32, 64), workers=(2, 4), repeats=1, exact_side=32, exact_workers=3, exact_steps=2
+)
+MAKERS: dict[str, Callable[[Options], Document]] = {
+    "consistency": lambda options: table_consistency.make(CONSISTENCY, options),
+    "skew": lambda options: table_skew.make(SKEW, options),
+    "scale": lambda options: table_scale.make(SCALE, options),
+    "mlp": lambda options: table_mlp.make(MLP, options),
+    "allreduce": lambda options: table_allreduce.make(ALLREDUCE, options),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_table_is_made_and_goes_on_where_it_stopped(
+    name: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = written(MAKERS[name](options), options)
+    for heading in ("# ", "python tiny", "A quick run", "## What holds here and what does not", "## What is measured"):
+        assert heading in text
+
+    def again(*_: object, **__: object) -> object:
+        raise RunError("it was made already")
+
+    monkeypatch.setattr(train_run, "simulate", again)
+    monkeypatch.setattr(table_allreduce, "rank_cost", again)
+    monkeypatch.setattr(table_mlp, "rank_cost", again)
+    monkeypatch.setattr(server_cost, "measure", again)
+    assert not MAKERS[name](options).failures
+
+
+def test_weightgrads_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = table_weightgrad.Plan(steps=2, vgg_steps=2)
+    assert len(table_weightgrad.wanted(plan)) == 3 * len(table_weightgrad.ROWS)  # of the real recipes
+    laptop = Recipe.load(tables.ROOT / "recipes" / "laptop.yaml")
+    digits = laptop.with_settings(["training.steps=1", "training.batch=6", "training.evaluate_on=20"])
+    monkeypatch.setattr(
+        table_weightgrad, "recipes", lambda _: {"CifarNet, 8 workers": digits, "VGG-A, 8 workers": digits}
+    )
+    document = table_weightgrad.make(plan, options)
+    assert set(document.charts) >= {"speedup", "loss-cifarnet-8-workers", "accuracy-cifarnet-8-workers"}
+    text = written(document, options)
+    assert "paper: speedup" in text
+    assert "VGG-A, 8 workers: accuracies as published" in text
+    assert "dgc warms up over" in text
+
+
+def test_qsgds_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = validation_split.Split(Path("nowhere"), 1000, 100)
+    monkeypatch.setattr(validation_split, "cifar10", lambda _: split)
+    monkeypatch.setattr(validation_split, "fashion_mnist", lambda _: split)
+    real = table_qsgd.recipe
+    settings = ["data={name: digits}", "model={name: lenet-digits}", "training.batch=2", "training.steps=1"]
+
+    def small(model: str, split: validation_split.Split, plan: table_qsgd.Plan, nodes: int) -> Recipe:
+        return real(model, split, plan, nodes).with_settings(settings)
+
+    monkeypatch.setattr(table_qsgd, "recipe", small)
+    plan = table_qsgd.Plan(seeds=1, most_nodes=2, evaluate_on=20, cifar_evaluate_on=20, timed=())
+    document = table_qsgd.make(plan, options)
+    text = written(document, options)
+    assert "2 bits, nearest, error feedback" in text
+    grid = next(sheet for sheet in document.sheets if sheet.name == "LeNet, 2 nodes")
+    assert len(grid.rows) == 13
+    by_name = {row["name"]: row for row in grid.rows}
+    assert 13 < by_name["2 bits, stochastic"]["ratio"] < 16
+    assert 3.8 < by_name["8 bits, nearest"]["ratio"] < 4
+
+
+def test_a_changed_row_is_another_run(options: Options) -> None:
+    cell = table_skew.wanted(SKEW)[0]
+    other = table_runs.Cell(cell.part, cell.row, cell.recipe.with_settings(["training.optimizer.lr=0.01"]))
+    later = table_runs.Cell(cell.part, cell.row, cell.recipe.with_settings(["seed=5"]))
+    here, there, seed = (one.job(options.runs).directory for one in (cell, other, later))
+    assert here.parent != there.parent
+    assert here.parent == seed.parent
+    assert here != seed
+
+
+def test_what_fails_is_said(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> object:
+        raise RunError("no")
+
+    monkeypatch.setattr(train_run, "simulate", fails)
+    document = table_skew.make(SKEW, options)
+    assert len(document.failures) == len(table_skew.wanted(SKEW))
+    assert "RunError: no" in document.markdown(options, "x")
+
+
+def test_quick_never_writes_to_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tables.read(SKEW, SKEW, "about", ["--quick", "--out", str(tables.RESULTS)])
+    assert "--quick is nothing to conclude from" in capsys.readouterr().err
+    plan, options = tables.read(SKEW, table_skew.QUICK, "about", ["--quick", "--steps", "7"])
+    assert (plan.steps, options.jobs, options.out) == (7, 0, Path("runs/tables-quick"))
+    plan, options = tables.read(SKEW, table_skew.QUICK, "about", ["--seeds", "1", "--jobs", "1"])
+    assert (plan, options.out, options.jobs) == (SKEW, tables.RESULTS, 1)
+
+
+def test_a_difference_knows_its_error() -> None:
+    one = difference([0.50], [0.52], tested=10_000)
+    assert one.points == pytest.approx(-2)
+    assert one.twice == pytest.approx(200 * math.sqrt(2 * 0.51 * 0.49 / 10_000))
+    many = difference([0.5, 0.7, 0.6], [0.5, 0.6, 0.7], tested=10**9)
+    assert many.twice == pytest.approx(2 * 10 / math.sqrt(3))
+    assert [Difference(1, 0.5).above(limit) for limit in (0.0, 0.8, 2.0)] == [True, None, False]
+
+
+def test_claims_say_what_they_found() -> None:
+    lines = [Claim("It is fast.", holds, "3 times.").line() for holds in (True, False, None)]
+    assert lines[0] == "- **Holds**: It is fast. 3 times."
+    assert "Does not hold" in lines[1]
+    assert "Cannot be told" in lines[2]
+
+
+def test_one_rank_costs_what_all_of_them_send() -> None:
+    cost = rank_cost("qsgd(bits=4)", 4097, 4, 1)  # rounded down to what four can share
+    real = exchange("qsgd(bits=4)", 4096, 4, 2)
+    assert real["same"] == "yes"
+    assert 4 * 4096 / vector_bytes(cost, 4) == pytest.approx(real["ratio"], rel=0.01)
+    assert cost["seconds"] == pytest.approx(cost["encode"] + cost["reduce"] + cost["gather"])
+
+
+def test_recursive_doubling_sends_everything_every_round() -> None:
+    row = {"codec": table_allreduce.DOUBLING, "workers": 8, "side": 1000, "add": 0.0}
+    assert table_allreduce.seconds(row, 1) == pytest.approx(3 * (0.032 + table_allreduce.DELAY))
+    ring = {**row, "codec": table_allreduce.RING}
+    assert table_allreduce.seconds(ring, 1) == pytest.approx(14 / 8 * 0.032 + 14 * table_allreduce.DELAY)
+
+
+def test_a_notebook_of_another_machine_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    assert Notebook(path).get("a", lambda: {"x": 1}) == {"x": 1}
+    assert Notebook(path).get("a", lambda: {"x": 2}) == {"x": 1}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "machine": "another"}))
+    assert Notebook(path).get("a", lambda: {"x": 2}) == {"x": 2}
+
+
+def test_the_server_holds_no_more_for_more_sites() -> None:
+    few, many = (server_cost.measure(server_cost.Case("weightgrad", sites, 5000), 1) for sites in (2, 12))
+    assert few is not None
+    assert many is not None
+    assert many["held_mb"] == pytest.approx(few["held_mb"], rel=0.05)
+    assert many["backwards_mb"] > many["held_mb"]
+    assert server_cost.measure(server_cost.Case("baseline", 10**6, 5000), 1) is None
+
+
+def test_lines_of_nothing_are_nothing() -> None:
+    assert table_charts.lines({"a": []}, title="t", x="x", y="y") == ""
+    drawn = table_charts.lines({"a": [(1, 2), (10, 3)], "weightgrad": [(2, 2)]}, title="t < u", x="x", y="y")
+    assert "t &lt; u" in drawn
+    assert drawn.count("<path") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("cifar10", validation_split.cifar10), ("fashion-mnist", validation_split.fashion_mnist)]
+)
+def test_held_out_is_not_trained_on(name: str, make: Callable[[Path], validation_split.Split], tmp_path: Path) -> None:
+    try:
+        whole = datasets.load(name)
+    except DataError:
+        pytest.skip(f"{name} has not been fetched")
+    split = make(tmp_path)
+    part = datasets.load(name, tmp_path, limit=split.train)
+    assert isinstance(whole, datasets.Dataset)
+    assert isinstance(part, datasets.Dataset)
+    assert split.train + split.held_out == whole.train_count
+    assert part.train_count == split.train
+    assert part.test_images[: split.held_out].equal(whole.train_images[split.train :])
+    assert part.test_labels[: split.held_out].equal(whole.train_labels[split.train :])
