@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,17 @@ def refusal(spec: Spec) -> str | None:
     return "not installed: run benchmarks/rivals/install.sh"
 
 
+def versions(specs: Iterable[Spec]) -> list[str]:
+    """Of what is installed for them, for a document."""
+    found = []
+    for name in dict.fromkeys(spec.name for spec in specs if spec.name in INSTALLED):
+        path = ENVIRONMENTS / f"{name}.versions"
+        lines = path.read_text().splitlines() if path.exists() else []
+        said = ", ".join(line for line in lines if line.startswith((f"{name}==", "torch==", "numpy==")))
+        found.append(f"{name} runs in an environment of its own: {said or 'it is not there'}.")
+    return found
+
+
 def passed(wan: Network) -> int:
     """Bytes on the line so far, both ways."""
     return sum(pair.bytes for pair in wan.stats().pairs.values())
@@ -70,7 +81,7 @@ def race(spec: Spec, recipe: Recipe, out: Path, wan: Network, patience: float) -
     return _trace(out, line_bytes)
 
 
-def _placed(popen: Callable[..., Any], out: Path) -> Callable[..., "subprocess.Popen[bytes]"]:
+def _placed(popen: Callable[..., Any], out: Path) -> Callable[..., subprocess.Popen[bytes]]:
     """In the run's directory, with our modules."""
 
     def start(command: list[str], env: dict[str, str], **keywords: Any) -> subprocess.Popen[bytes]:

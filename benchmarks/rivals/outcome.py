@@ -45,11 +45,8 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """When it was first that good and every later look was not worse than a hundredth below; None: never."""
-        for place, (_, seconds, _) in enumerate(self.curve):
-            if all(found >= accuracy - 0.01 * (n > place) for n, (_, _, found) in enumerate(self.curve) if n >= place):
-                return seconds
-        return None
+        """When it was first found to be that good; None: never."""
+        return next((seconds for _, seconds, found in self.curve if found >= accuracy), None)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -32,9 +32,7 @@ def race(recipe: Recipe, out: Path, wan: Network, patience: float) -> Trace:
     server = wan.host(SITES[0]).address
     launch.prepare(recipe, out, ["localhost", server])
     extra = ["--patience", str(patience), "--paced", "--checkpoint-every", str(recipe.training.evaluate_every)]
-    commands = launch.commands(
-        recipe, out, f"{server}:{PORT}", lambda site: wan.reach(site, SITES[0], PORT), extra
-    )
+    commands = launch.commands(recipe, out, f"{server}:{PORT}", lambda site: wan.reach(site, SITES[0], PORT), extra)
     processes = Processes(out / "logs")
     kept = _Kept(out / "state" / SITES[0], out / "kept")
     until = time.monotonic() + patience
@@ -112,6 +110,10 @@ class _Clock:
 
 
 def _decisions(out: Path) -> list[str]:
-    """What `auto` settled, the last of it."""
-    found = [entry for entry in launch.lines(out / "ledger.jsonl") if entry["kind"] in ("pace", "decision")]
-    return [f"pace: {found[-1]}"] if found else []
+    """What `auto` settled last."""
+    found = [entry for entry in launch.lines(out / "ledger.jsonl") if entry["kind"] == "pace"]
+    if not found:
+        return []
+    last = found[-1]
+    pace = f"{len(found)} paces; the last, a round every {last['every']} steps, overlap {last['overlap']}"
+    return [f"{pace}, {last['up']} up and {last['down']} down: {last['why']}"]

@@ -14,16 +14,23 @@ from rivals.rival import PORT, Rival, Worker
 
 
 class _Hivemind(Rival):
-    def __init__(self, dht: Any, optimizer: Any) -> None:
-        self._dht, self._optimizer = dht, optimizer
+    def __init__(self, worker: Worker, dht: Any, optimizer: Any) -> None:
+        self._worker, self._dht, self._optimizer = worker, dht, optimizer
 
     def step(self) -> None:
         """Local, with what has been averaged since."""
         self._optimizer.step()
 
     def finish(self) -> None:
-        """What is under way arrives."""
-        self._optimizer.state_averager.step(wait_for_delayed_updates=True)
+        """Goes on without gradients, which moves nothing but averages, until the other has done its steps too.
+
+        Peers count samples, not steps; one that is alone would look for a group until its time is out.
+        """
+        ranks = range(len(self._worker.addresses))
+        Path(f"over-{self._worker.rank}").touch()
+        while not all(Path(f"over-{rank}").exists() for rank in ranks):
+            time.sleep(float(self._worker.recipe.compute.seconds_per_step))
+            self._optimizer.step()
 
     def close(self) -> None:
         """Goodbye to the other."""
@@ -56,10 +63,10 @@ def make(worker: Worker, name: str) -> Rival:
         use_local_updates=True,
         delay_state_averaging=True,
         matchmaking_time=seconds,
-        averaging_timeout=30.0,
+        averaging_timeout=10.0,
         state_averaging_compression=hivemind.compression.Float16Compression(),
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refresh_period": 0.5},
         averager_opts={"request_timeout": min(0.5, seconds) / 2},
         verbose=True,
     )
-    return _Hivemind(dht, optimizer)
+    return _Hivemind(worker, dht, optimizer)

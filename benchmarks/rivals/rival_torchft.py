@@ -7,10 +7,12 @@ as torchft's documentation says.
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rivals.rival import PORT, Rival, Worker, interface
 
 _PATIENCE = datetime.timedelta(seconds=120)
@@ -30,26 +32,26 @@ class _DiLoCo(Rival):
         self._manager.shutdown(wait=False)
 
 
+def _torchft(module: str, name: str) -> Any:
+    """It is in an environment of its own, where no type checker looks."""
+    return getattr(importlib.import_module(f"torchft.{module}"), name)
+
+
 def make(worker: Worker, name: str) -> Rival:
     """DiLoCo as its examples make it."""
-    from torch.distributed import TCPStore
-    from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import DiLoCo
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
-
     del name
     os.environ["GLOO_SOCKET_IFNAME"] = interface()
     own = worker.addresses[worker.rank]
     lighthouse = None
     if worker.rank == 0:
         bind = f"0.0.0.0:{PORT + 1}"
-        lighthouse = LighthouseServer(bind=bind, min_replicas=len(worker.addresses), join_timeout_ms=100)
-    store = TCPStore(own, PORT, is_master=True, wait_for_workers=False)
-    state = {"module": worker.module, "optimizer": worker.optimizer}
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=_PATIENCE),
-        load_state_dict=lambda found: [one.load_state_dict(found[key]) for key, one in state.items()],  # type: ignore
+        server = _torchft("coordination", "LighthouseServer")
+        lighthouse = server(bind=bind, min_replicas=len(worker.addresses), join_timeout_ms=100)
+    store = dist.TCPStore(own, PORT, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    state: dict[str, Any] = {"module": worker.module, "optimizer": worker.optimizer}
+    manager = _torchft("manager", "Manager")(
+        pg=_torchft("process_group", "ProcessGroupGloo")(timeout=_PATIENCE),
+        load_state_dict=lambda found: [one.load_state_dict(found[key]) for key, one in state.items()],
         state_dict=lambda: {key: one.state_dict() for key, one in state.items()},
         min_replica_size=len(worker.addresses),
         use_async_quorum=False,
@@ -71,7 +73,7 @@ def make(worker: Worker, name: str) -> Rival:
         nesterov=True,
     )
     delay = int(worker.number("delay", 0))
-    diloco = DiLoCo(
+    diloco = _torchft("local_sgd", "DiLoCo")(
         manager,
         [worker.module],
         worker.optimizer,

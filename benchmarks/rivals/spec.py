@@ -9,6 +9,17 @@ INSTALLED = ("torchft", "hivemind")  # in environments of their own, see install
 OWN = ("weightgrad", "auto")
 RIVALS = (*GLOO, *INSTALLED, *OWN)
 
+SETTINGS = {
+    "ddp": "DistributedDataParallel over Gloo, float32, buckets of 25 MB as by default.",
+    "ddp-fp16": "the same with fp16_compress_hook.",
+    "ddp-powersgd": "the same with powerSGD_hook, rank 4, from step 10 on, error feedback and warm start.",
+    "post-local": "PostLocalSGDOptimizer: DDP for 10 steps, then models averaged every 8 steps and at the end.",
+    "torchft": "torchft's DiLoCo over its ProcessGroupGloo: every 10 steps, outer Nesterov 0.7 and 0.9.",
+    "hivemind": "hivemind.Optimizer with local updates: averages every 20 steps in the background, 16-bit floats.",
+    "weightgrad": "`weightgrad serve` and `train` with the row of that name as it stands.",
+    "auto": "the same with the row `auto`: nothing is set.",
+}
+
 
 @dataclass(frozen=True)
 class Spec:

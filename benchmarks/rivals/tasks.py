@@ -46,7 +46,7 @@ class Task:
     seconds: float
     steps: int
     evaluate_every: int
-    evaluate_on: int | None = None
+    evaluate_on: int
 
     def recipe(self, line: Line, steps: int, strategy: str = "baseline", seed: int = 0) -> Recipe:
         """The same for all, but for the strategy, which is WeightGrad's own business."""
@@ -81,7 +81,14 @@ class Task:
 
 TASKS = {
     "digits": Task(
-        data="digits", model="lenet-digits", batch=64, rate=0.05, seconds=0.04, steps=120, evaluate_every=10
+        data="digits",
+        model="lenet-digits",
+        batch=64,
+        rate=0.05,
+        seconds=0.04,
+        steps=120,
+        evaluate_every=10,
+        evaluate_on=600,
     ),
     "fashion": Task(
         data="fashion-mnist",

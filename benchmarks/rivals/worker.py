@@ -1,4 +1,6 @@
-"""One worker of a rival, on its own emulated host: `python -m rivals.worker RIVAL RANK ADDRESS,ADDRESS` in a run's directory.
+"""One worker of a rival, on its own emulated host, in the directory of the run.
+
+    python -m rivals.worker RIVAL RANK ADDRESS,ADDRESS
 
 It makes itself ready, says so with a file, waits for the start, trains, and keeps a copy of its weights at the
 steps where the recipe evaluates; nothing is evaluated while the clock runs. Times are the machine's monotonic clock,

@@ -16,7 +16,7 @@ from weightgrad.report import sweep
 from weightgrad.report.choices import Choice, parse_choices, safe_name
 from weightgrad.report.runs import Run
 from weightgrad.train.recipe import Recipe
-from weightgrad.train.run import Progress
+from weightgrad.train.run import Progress, simulate
 
 from . import fake_runs
 
@@ -140,6 +140,13 @@ def test_finished_runs_are_known_and_interrupted_ones_are_not(tmp_path: Path) ->
     assert not sweep.finished(job)
     (job.directory / "ledger.jsonl").write_text("")
     assert not sweep.finished(job)
+
+
+def test_a_real_run_whose_overlap_was_fitted_is_known(tmp_path: Path) -> None:
+    recipe = Recipe.load(Path(__file__).parents[2] / "recipes" / "laptop.yaml").with_settings(["training.steps=3"])
+    (job,) = sweep.plan(recipe, parse_choices("weightgrad"), 1, tmp_path)
+    simulate(job.recipe, job.directory)
+    assert sweep.finished(job)
 
 
 def test_another_recipe_is_not_overwritten(tmp_path: Path) -> None:

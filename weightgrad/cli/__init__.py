@@ -9,6 +9,7 @@ import typer
 from weightgrad.cli import (
     bench,
     certs,
+    chaos,
     codecs,
     compare,
     data,
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(certs.app, name="certs")
+app.command("chaos")(chaos.chaos)
 app.command("codecs")(codecs.codecs)
 app.command("compare")(compare.compare)
 app.add_typer(data.app, name="data")

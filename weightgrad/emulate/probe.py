@@ -29,6 +29,7 @@ _ECHO, _FLOOD = b"e", b"f"
 _NUMBER = struct.Struct("!I")
 _SAMPLE_S = 0.005
 _TURN_S = 0.001
+_PIECE = 65536  # as programs with much to send write it: in large packets, which are easier on the switch
 _REALTIME_PRIORITY = 5  # below the switch's
 
 
@@ -129,6 +130,7 @@ def echo(ip: str, port: str, count: str) -> None:
 def flood(ip: str, port: str, number: str, connections: str, seconds: str, window: str) -> None:
     """Send for so long, then hang up without finishing."""
     hello, data = _FLOOD + _NUMBER.pack(int(number)), bytes(int(window))
+    enough = min(len(data) // 4, _PIECE)
     sockets = [_flooder(ip, int(port)) for _ in range(int(connections))]
     for one in sockets:
         select.select([], [one], [], 10)  # connected
@@ -136,7 +138,7 @@ def flood(ip: str, port: str, number: str, connections: str, seconds: str, windo
     until = time.monotonic() + float(seconds)
     while time.monotonic() < until:
         for one in sockets:
-            if (room := len(data) - unacknowledged(one)) > 0:
+            if (room := len(data) - unacknowledged(one)) >= enough:
                 with contextlib.suppress(BlockingIOError):
                     one.send(data[:room])
         time.sleep(_TURN_S)

@@ -78,10 +78,11 @@ def finished(job: Job) -> bool:
         return False
     try:
         header = ledger.read(path)[0]
-        there = {**header["recipe"], "row": header["row"]}
+        there = {**header["recipe"], "row": _unfitted(header["row"])}
     except (RunError, LookupError):
         return False
-    wanted = json.loads(json.dumps({**job.recipe.dump(), "row": chosen_strategy(job.recipe).row()}))
+    row = _unfitted(chosen_strategy(job.recipe).row())
+    wanted = json.loads(json.dumps({**job.recipe.dump(), "row": row}))
     if there != wanted:
         old, new = flat(there), flat(wanted)
         changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
@@ -94,6 +95,11 @@ def finished(job: Job) -> bool:
         return Run.read(job.directory).finished
     except RunError:
         return False
+
+
+def _unfitted(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the overlap that `hide` fits to the recipe."""
+    return {**row, "overlap": 0} if row.get("hide") else row
 
 
 class Watcher(Protocol):

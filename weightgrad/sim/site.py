@@ -192,7 +192,10 @@ class SimSite:
         if workers < 2:
             return starts[0], 0.0
         if self.plan.strategy.exchange == "allreduce":
-            coding = codec_time.encode_seconds(self._codec, total, speed) if self._coded else 0.0
+            coding = 0.0
+            if self._coded:  # all of it, and a share of the mean; a share from everyone, and everyone's mean
+                coding += codec_time.encode_seconds(self._codec, total + total // workers, speed)
+                coding += codec_time.decode_seconds(self._codec, 2 * total, speed)
             self.times.lan_bytes += allreduce_bytes(workers, max(sizes))
             return max(starts) + coding + lan.allreduce(workers, max(sizes)), coding
         coding = codec_time.encode_seconds(self._codec, total, speed)

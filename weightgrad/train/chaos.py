@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from weightgrad.errors import RunError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger, read
@@ -25,9 +27,12 @@ from weightgrad.train import recipe_plan
 from weightgrad.train.chaos_schedule import conditions, schedule, show
 from weightgrad.train.chaos_verdict import Verdict, timeless, worst_resume, worst_stall
 from weightgrad.train.recipe import Recipe
-from weightgrad.train.run import world_plan
+from weightgrad.train.run import chosen_strategy, world_plan
+from weightgrad.train.task import Training
 from weightgrad.units import show_seconds
 
+_ALWAYS = ("faults=[]", "strategy.t_global=null", "training.evaluate_every=1000000000")
+_TRIES, _SOONER = 8, 0.7  # to fit the faults into a run that they make shorter
 _PATIENCE = 20  # horizons after which a run that has not finished never will
 
 
@@ -49,34 +54,45 @@ class SimulatedChaos:
     task: Task
     _calm: dict[tuple[str, ...], Calm] = field(default_factory=dict)
 
+    @staticmethod
+    def of(recipe: Recipe) -> SimulatedChaos:
+        """With the recipe's own task; how good the model becomes is not what is asked here."""
+        torch.set_num_threads(1)  # the same sums as in a worker of its own process, and faster with small batches
+        chosen_strategy(recipe)  # its mistakes first: loading data may take a while
+        return SimulatedChaos(recipe, Training(recipe.with_settings(["training.evaluate_on=1"])))
+
     def run(
         self, seed: int, events: int, *, out: Path | None = None, say: Callable[[str], None] | None = None
     ) -> Verdict:
         """One schedule; its ledger is left in `out`, if that is given."""
         with tempfile.TemporaryDirectory() as place:
-            return self._run(seed, events, out or Path(place), say)
+            directory = out or Path(place)
+            directory.mkdir(parents=True, exist_ok=True)
+            return self._run(seed, events, directory, say)
 
     def _run(self, seed: int, events: int, out: Path, say: Callable[[str], None] | None) -> Verdict:
         weather = conditions(self.recipe, seed)
         settings = tuple(setting for one in weather for setting in one.settings)
-        plan = world_plan(self.recipe.with_settings([*settings, "faults=[]", "strategy.t_global=null"]), self.task)
+        plan = world_plan(self.recipe.with_settings([*settings, *_ALWAYS]), self.task)
         if settings not in self._calm:
             self._calm[settings] = self._undisturbed(plan, out)
         calm = self._calm[settings]
         t_global = self._t_global(seed, calm)
-        faults = schedule(self.recipe, seed, events, calm.seconds)
-        plan = dataclasses.replace(
-            plan,
-            strategy=dataclasses.replace(plan.strategy, t_global=t_global),
-            faults=tuple(_simulated(fault) for fault in faults),
-            absent=frozenset(fault.where[0] for fault in faults if fault.what == "join"),
-        )
         about = [one.about for one in weather]
         if t_global is not None:
-            about.append(
-                f"who is away for {t_global if isinstance(t_global, str) else show_seconds(t_global)} is given up"
-            )
-        found = self._judge(plan, faults, calm, out, say)
+            shown = t_global if isinstance(t_global, str) else show_seconds(round(t_global, 3))
+            about.append(f"who is away for {shown} is given up")
+        horizon = calm.seconds
+        for _ in range(_TRIES):
+            lines: list[str] = []
+            faults = schedule(self.recipe, seed, events, horizon)
+            found = self._judge(_with(plan, t_global, faults), faults, calm, out, lines)
+            horizon *= _SOONER
+            if found.events == events or not found.good:
+                break  # else it was over before all had struck: a slow site was given up, say, and the others went on
+        if say is not None:
+            for line in lines:
+                say(line)
         return dataclasses.replace(found, seed=seed, strategy=plan.strategy.name, conditions=about)
 
     def _t_global(self, seed: int, calm: Calm) -> float | str | None:
@@ -98,13 +114,9 @@ class SimulatedChaos:
         return Calm(world.clock.now, world.clock.now / max(1, world.rounds), base.version, base.digest())
 
     def _judge(
-        self,
-        plan: WorldPlan,
-        faults: Sequence[recipe_plan.Fault],
-        calm: Calm,
-        out: Path,
-        say: Callable[[str], None] | None,
+        self, plan: WorldPlan, faults: Sequence[recipe_plan.Fault], calm: Calm, out: Path, lines: list[str]
     ) -> Verdict:
+        """Run it; `lines` are told what strikes."""
         samples = {place.name: self.task.samples(number) for number, place in enumerate(plan.sites)}
         accounts = Accounts(plan.strategy, samples, self.task.initial())
         struck: list[recipe_plan.Fault] = []
@@ -114,8 +126,7 @@ class SimulatedChaos:
 
             def strikes(fault: recipe_plan.Fault) -> None:
                 struck.append(fault)
-                if say is not None:
-                    say(f"{show_seconds(round(fault.at_seconds, 3))}: {show(fault)}")
+                lines.append(f"{show_seconds(round(fault.at_seconds, 3))}: {show(fault)}")
 
             def give_up() -> None:
                 raise RunError(f"it has not finished after {show_seconds(round(world.clock.now, 1))}")
@@ -162,6 +173,15 @@ def judge(
         world="simulated",
         identical=identical,
         why="; ".join(complaints),
+    )
+
+
+def _with(plan: WorldPlan, t_global: float | str | None, faults: Sequence[recipe_plan.Fault]) -> WorldPlan:
+    return dataclasses.replace(
+        plan,
+        strategy=dataclasses.replace(plan.strategy, t_global=t_global),
+        faults=tuple(_simulated(fault) for fault in faults),
+        absent=frozenset(fault.where[0] for fault in faults if fault.what == "join"),
     )
 
 
