@@ -77,7 +77,10 @@ def test_a_leave_is_refused_before_anything_starts() -> None:
 
 
 def test_scenes_are_in_order_and_a_flap_is_many_cuts() -> None:
-    slow, flap = "{at: 4 s, slow: [hub, east], factor: 0.5, for: 1 s}", "{at: 1 s, flap: [hub, west], period: 2 s, for: 3 s}"
+    slow, flap = (
+        "{at: 4 s, slow: [hub, east], factor: 0.5, for: 1 s}",
+        "{at: 1 s, flap: [hub, west], period: 2 s, for: 3 s}",
+    )
     found = scenes(recipe(f"faults=[{slow}, {flap}]"))
     assert [(scene.at, scene.what) for scene in found] == [
         (1, "cut"), (2, "heal"), (3, "cut"), (4, "heal"), (4, "rate"), (5, "rate"),
@@ -113,5 +116,5 @@ def test_clockwork_and_points(tmp_path: Path) -> None:
             book.write("round", 0.5 * step, version=step, up_bytes=10, down_bytes=4)
         book.write("site", 5.0, site="east", waiting_seconds=2.0)
     found = clockwork(tmp_path, ["east"])
-    assert (found.step_s, found.round_s, found.waiting_s) == (0.5, 0.5, 0.2)
+    assert (found.step_s, found.round_s, found.waiting_s) == (0.5, 0.5, 2.0 / 8)
     assert found.bytes == ((10, 4),) * 10

@@ -48,11 +48,12 @@ def validate(
         (float(m), float(r)) for m in (mbit or "").split(",") for r in (rtt or "").split(",") if m and r
     ]
     rows = []
+    fitted = {c: work.fitted(base.with_settings([c.setting]), c.directory) for c in parse_choices(strategies)}
     for point in points or [None]:
-        placed = base if point is None else at(base, *point)
-        for choice in parse_choices(strategies):
+        for choice, recipe_here in fitted.items():
+            placed = recipe_here if point is None else at(recipe_here, *point)
             place = safe_name(f"{choice.directory}-{point[0]:g}mbit-{point[1]:g}ms" if point else choice.directory)
-            row = work.compare(placed.with_settings([choice.setting]), choice.label, place)
+            row = work.compare(placed, choice.label, place)
             say(validation_table.line(row))
             rows.append(row)
     if as_json:

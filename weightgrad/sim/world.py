@@ -174,6 +174,8 @@ class World:
             return
         done, one.open_step = one.open_step, None
         now = self.clock.now
+        if done.gradient is not None:
+            one.end.rate = self.plan.rate(one.end.step)  # goes with shared gradients, as in the field
         messages = one.end.stepped(now, done.gradient)
         self._loss = done.loss
         self.ledger.write("step", now, site=one.place.name, step=one.end.step, loss=done.loss)

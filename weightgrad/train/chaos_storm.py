@@ -1,9 +1,9 @@
 """A chaos schedule as a plot for the emulator: by how far the run is, not by the clock.
 
 How long a process needs to come back depends on the machine, so a fault strikes when the slowest site has done the
-fault's share of the steps, or, while nothing moves, as many seconds after the one before it as the schedule says.
-So a schedule strikes at about the same steps every time, strikes into what it has stopped, and is over before the
-run is. Scenes of its own end what a fault began.
+fault's share of the steps. Those that the schedule has shortly after another strike as many seconds after it, into
+what it has stopped; and whoever comes late comes by the clock, as the others may wait for him. So a schedule strikes at
+about the same steps every time, and is over before the run is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from weightgrad.train.launch import Standing
 from weightgrad.train.recipe_plan import Fault
 from weightgrad.train.scenes import Scene, of_fault
 
+_TOGETHER = 0.25  # of the mean time between two faults
+
 
 class Storm:
     """Faults in order of `at_seconds` within a horizon. Remembers when each was over, and when rounds closed."""
@@ -27,6 +29,7 @@ class Storm:
         self.rounds: list[float] = []
         self._waiting = list(faults)
         self._horizon, self._steps = horizon, steps
+        self._together = _TOGETHER * horizon / max(1, len(faults))
         self._due: list[tuple[Scene, bool]] = []  # and whether it is the last of its fault
         self._late = set(self.absent)
         self._last = (0.0, 0.0)  # when the last one struck, and when it should have
@@ -44,13 +47,15 @@ class Storm:
             if last:
                 self.ends.append(seconds)
             return scene
-        if self._waiting and self._is_due(self._waiting[0].at_seconds, seconds):
+        if self._waiting and self._is_due(self._waiting[0], seconds):
             return self._strike(self._waiting.pop(0), seconds)
         return None
 
-    def _is_due(self, at: float, seconds: float) -> bool:
+    def _is_due(self, fault: Fault, seconds: float) -> bool:
         then, planned = self._last
-        return self._share * self._horizon >= at or seconds >= then + at - planned
+        gap = fault.at_seconds - planned
+        by_clock = fault.what == "join" or (bool(self.struck) and gap <= self._together)
+        return self._share * self._horizon >= fault.at_seconds or (by_clock and seconds >= then + gap)
 
     def _strike(self, fault: Fault, seconds: float) -> Scene:
         self._last = (seconds, fault.at_seconds)
