@@ -30,7 +30,7 @@ RATE_SHARE, ROUND_TRIP_SECONDS = 0.05, 0.002
 _TOGETHER_BIT_S = 400e6
 _ECHOES, _STEADY_S, _PATIENCE_S = 10, 0.6, 10.0
 _FILL = 0.75  # of the queue: what is not full is never dropped, what is not empty never idles
-_TAIL_S = 0.1  # when connections hang up one after the other, the last ones do not fill the line
+_MOST_WINDOW_BYTES = 1 << 20  # of a connection: more than that not every kernel allows
 _FIRST_WINDOW_BYTES = 10 * STREAM_BYTES  # slow start begins with it
 _numbers = itertools.count()
 _PROBE = (*PYTHON, str(HERE / "probe.py"))
@@ -80,14 +80,17 @@ class Flood:
 
     @classmethod
     def of(cls, link: WanLink, sender: str) -> Flood:
-        """The line full and its queue nearly; time for slow start to get there, and for a steady look at it."""
+        """The line full and its queue nearly; time for slow start to get there, and for a steady look at it.
+
+        Few connections: TCP cuts what many slow ones send into small packets, which cost as much as large ones.
+        """
         rate = link.rate_bit_s(sender) / 8
-        on_the_way = rate * link.round_trip_seconds + _FILL * link.queue_bytes(sender)
-        window = on_the_way * STREAM_BYTES / LINE_BYTES
-        connections = min(max(math.ceil(window / 131_072), 4), 32)
+        queued = _FILL * link.queue_bytes(sender)
+        window = (rate * link.round_trip_seconds + queued) * STREAM_BYTES / LINE_BYTES
+        connections = min(max(math.ceil(window / _MOST_WINDOW_BYTES), 4), 32)
         doublings = max(math.log2(window / connections / _FIRST_WINDOW_BYTES), 0)
-        waiting = link.round_trip_seconds + _FILL * link.queue_bytes(sender) / rate
-        return cls(connections, max(int(window / connections), 4096), (1 + doublings) * waiting + _STEADY_S + _TAIL_S)
+        ramp = doublings * link.round_trip_seconds + 2 * (link.round_trip_seconds + queued / rate)
+        return cls(connections, max(int(window / connections), 4096), ramp + _STEADY_S)
 
 
 def check_links(network: Network) -> tuple[LinkCheck, ...]:
@@ -137,7 +140,6 @@ class _Server:
             [*_PROBE, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.port = int(self._process.stdout.readline())  # type: ignore[union-attr]
-        self._samples: dict[int, list[tuple[float, int]]] = {}
 
     def __enter__(self) -> _Server:
         return self
@@ -146,24 +148,21 @@ class _Server:
         self._process.kill()
         self._process.communicate()
 
-    def rate_bit_s(self, number: int) -> float:
-        """Of a flood that has ended."""
-        while number not in self._samples:
-            line = self._process.stdout.readline()  # type: ignore[union-attr]
-            if not line:
-                raise EmulatorError("the self-check's server has ended before it was told to; is somebody killing?")
-            ended, samples = json.loads(line)
-            self._samples[ended] = samples
-        return steady_bit_s(self._samples[number])
+    def rate_bit_s(self, number: int, until: float) -> float:
+        """Of a flood that was steady until then."""
+        print(number, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            raise EmulatorError("the self-check's server has ended before it was told to: was it killed?")
+        return steady_bit_s(json.loads(line), until)
 
 
-def steady_bit_s(samples: Sequence[tuple[float, int]]) -> float:
+def steady_bit_s(samples: Sequence[tuple[float, int]], until: float) -> float:
     """The line rate that received stream bytes stand for, from (second, bytes so far)."""
-    inner = [one for one in samples if one[0] <= samples[-1][0] - _TAIL_S]
-    inner = [one for one in inner if one[0] >= inner[-1][0] - _STEADY_S]
-    if len(inner) < 2:
+    steady = [one for one in samples if until - _STEADY_S <= one[0] <= until]
+    if len(steady) < 2:
         return 0.0
-    (start, first), (end, last) = inner[0], inner[-1]
+    (start, first), (end, last) = steady[0], steady[-1]
     return 8 * (last - first) / (end - start) * LINE_BYTES / STREAM_BYTES
 
 
@@ -209,8 +208,8 @@ def _rates(network: Network, servers: dict[str, _Server], links: Sequence[WanLin
             more = (number, flood.connections, flood.seconds, flood.window_bytes)
             started.append((_client(network, sender, receiver, servers[receiver], "flood", *more), flood, number))
         for (sender, receiver, _), (client, flood, number) in zip(group, started, strict=True):
-            came = _outcome(client, _PATIENCE_S + flood.seconds) is not None
-            found[sender, receiver] = servers[receiver].rate_bit_s(number) if came else 0.0
+            until = _outcome(client, _PATIENCE_S + 2 * flood.seconds)
+            found[sender, receiver] = servers[receiver].rate_bit_s(number, float(until)) if until else 0.0
     return found
 
 

@@ -1,8 +1,9 @@
 """What the self-check runs on the hosts: a server, a client that asks for echoes, and one that sends all it can.
 
-    probe.py serve                                             prints its port; then what came in, flood by flood
+    probe.py serve                                             prints its port; then, asked by number, a flood's samples
     probe.py echo  IP PORT COUNT                               prints the round trips, in seconds
-    probe.py flood IP PORT NUMBER CONNECTIONS SECONDS WINDOW   WINDOW: bytes a connection that may be on their way
+    probe.py flood IP PORT NUMBER CONNECTIONS SECONDS WINDOW   prints when it stopped; WINDOW bytes a connection at most
+                                                               are on their way
 
 The window is chosen so that the link is always full and its queue never: no packet is lost, and the rate is steady as
 soon as slow start is over. It is kept here, by asking how much has not been acknowledged; the kernel's own limits are
@@ -28,7 +29,7 @@ import time
 _ECHO, _FLOOD = b"e", b"f"
 _NUMBER = struct.Struct("!I")
 _SAMPLE_S = 0.005
-_TURN_S = 0.001
+_TURN_S = 0.002
 _PIECE = 65536  # as programs with much to send write it: in large packets, which are easier on the switch
 _REALTIME_PRIORITY = 5  # below the switch's
 
@@ -57,7 +58,7 @@ class Server:
         self._door.setblocking(False)
         self._select = selectors.DefaultSelector()
         self._select.register(self._door, selectors.EVENT_READ, self._welcome)
-        self._select.register(sys.stdin, selectors.EVENT_READ, None)
+        self._select.register(sys.stdin, selectors.EVENT_READ, self._report)
         self._floods: dict[int, Flood] = {}
         self._buffer = bytearray(1 << 18)
 
@@ -66,9 +67,16 @@ class Server:
         print(self._door.getsockname()[1], flush=True)
         while True:
             for key, _ in self._select.select():
-                if key.data is None:
-                    return
                 key.data(key.fileobj)
+
+    def _report(self, _: object) -> None:
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit()
+        flood = self._floods.get(int(line), Flood())
+        for one in tuple(flood.connections):
+            self._leave(one)
+        print(json.dumps(flood.samples), flush=True)
 
     def _welcome(self, door: socket.socket) -> None:
         one, _ = door.accept()
@@ -82,8 +90,9 @@ class Server:
             self._select.modify(one, selectors.EVENT_READ, self._echo)
         elif got == _FLOOD:
             (number,) = _NUMBER.unpack(one.recv(_NUMBER.size))
-            self._floods.setdefault(number, Flood()).connections.add(one)
-            self._select.modify(one, selectors.EVENT_READ, lambda _: self._count(one, number))
+            flood = self._floods.setdefault(number, Flood())
+            flood.connections.add(one)
+            self._select.modify(one, selectors.EVENT_READ, lambda _: self._count(one, flood))
         else:
             self._leave(one)
 
@@ -94,19 +103,13 @@ class Server:
                 return
         self._leave(one)
 
-    def _count(self, one: socket.socket, number: int) -> None:
-        flood = self._floods[number]
-        try:
-            got = one.recv_into(self._buffer)
-        except OSError:
-            got = 0
-        if got:
-            flood.add(got)
-            return
-        self._leave(one)
+    def _count(self, one: socket.socket, flood: Flood) -> None:
+        with contextlib.suppress(OSError):
+            if got := one.recv_into(self._buffer):
+                flood.add(got)
+                return
         flood.connections.remove(one)
-        if not flood.connections:
-            print(json.dumps([number, self._floods.pop(number).samples]), flush=True)
+        self._leave(one)
 
     def _leave(self, one: socket.socket) -> None:
         self._select.unregister(one)
@@ -128,7 +131,7 @@ def echo(ip: str, port: str, count: str) -> None:
 
 
 def flood(ip: str, port: str, number: str, connections: str, seconds: str, window: str) -> None:
-    """Send for so long, then hang up without finishing."""
+    """Send for so long, and end when all has arrived: hanging up at once would leave a storm of resets."""
     hello, data = _FLOOD + _NUMBER.pack(int(number)), bytes(int(window))
     enough = min(len(data) // 4, _PIECE)
     sockets = [_flooder(ip, int(port)) for _ in range(int(connections))]
@@ -142,13 +145,15 @@ def flood(ip: str, port: str, number: str, connections: str, seconds: str, windo
                 with contextlib.suppress(BlockingIOError):
                     one.send(data[:room])
         time.sleep(_TURN_S)
+    print(time.monotonic(), flush=True)  # a clock that all hosts share
+    while any(map(unacknowledged, sockets)):
+        time.sleep(_TURN_S)
     for one in sockets:
         one.close()
 
 
 def _flooder(ip: str, port: int) -> socket.socket:
     one = socket.socket()
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # what is left is forgotten
     with contextlib.suppress(OSError):
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     one.setblocking(False)

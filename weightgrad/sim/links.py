@@ -8,7 +8,7 @@ carry a message, and lost bytes are sent again. A cut link moves nothing; what i
 when it heals. Messages of one direction arrive in the order in which they were sent, as on any stream.
 
 A direction that has been quiet starts slowly, as TCP does (`windows`): in a round trip no more leaves than its
-window, which doubles while it is the limit and is halved for every retransmission time-out it was idle.
+window, which doubles while it is the limit and starts again when the link was idle for a retransmission time-out.
 `weightgrad validate` compares all this with real links. Bandwidth is what a stream gets, as iperf measures it.
 """
 
@@ -74,8 +74,8 @@ class Window:
     def wakes(self, now: float, nbytes: int, rate: float) -> None:
         """Something is to be sent again."""
         first = FIRST_WINDOW_BYTES * min(CONNECTIONS, max(1, math.ceil(nbytes / CHUNK_BYTES)))
-        idle = int((now - self.quiet_since) / (self.round_trip + LEAST_TIMEOUT_SECONDS))
-        self.size = max(first, self.size / 2.0 ** min(idle, 60))
+        idle = now - self.quiet_since > self.round_trip + LEAST_TIMEOUT_SECONDS
+        self.size = first if idle else max(first, self.size)
         if now >= self.until:
             self._turn(now, rate)
 
@@ -147,6 +147,8 @@ class Links:
         self.bytes[place][self._side(place, receiver)] += nbytes
         self._advance(now)
         window = self._windows.get((place, upward))
+        if any(f.link == place for f in self._flows):
+            self._heard(place, now)
         if window is not None and not any((f.link, f.upward) == (place, upward) for f in self._flows):
             window.wakes(now, nbytes, self._rate(now, place, upward))
         self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
@@ -189,6 +191,12 @@ class Links:
                 due = min(due, now + window.left / speed[lane])
         return due
 
+    def _heard(self, place: int, now: float) -> None:
+        """Something moves on the link: what goes one way is acknowledged the other way, so neither is idle."""
+        for upward in (True, False):
+            if (place, upward) in self._windows:
+                self._windows[place, upward].quiet_since = now
+
     def _speeds(self) -> dict[tuple[int, bool], float]:
         found: dict[tuple[int, bool], float] = {}
         for flow in self._flows:
@@ -211,9 +219,8 @@ class Links:
                 behind.add(lane)
                 kept.append(flow)
         self._flows = kept
-        for lane in {(f.link, f.upward) for f in arrived} - {(f.link, f.upward) for f in kept}:
-            if lane in self._windows:
-                self._windows[lane].quiet_since = now
+        for link in {f.link for f in arrived}:
+            self._heard(link, now)
         self._share(now)
         return [(self.links[f.link].delay_seconds, f.arrive) for f in arrived]
 

@@ -12,9 +12,10 @@ import json
 import math
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,13 @@ class Emulation:
             return  # it was killed twice, and is back
         self.absent.discard(name)
         host = self.wan.host(self.host_of(name))
-        self.processes.start(name, self.commands[name], host.popen)
+
+        def popen(command: Sequence[str], **keywords: Any) -> subprocess.Popen[Any]:
+            # A host in namespaces has no name server; torchrun would wait for one three times, 5 s each.
+            known = {} if host.address == LOOPBACK else {"RES_OPTIONS": "attempts:0"}
+            return host.popen(command, **{**keywords, "env": {**keywords["env"], **known}})
+
+        self.processes.start(name, self.commands[name], popen)
 
     def kill(self, name: str) -> None:
         """kill -9 of everything on its host; one that has finished its work has nothing left to lose."""

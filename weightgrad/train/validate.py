@@ -64,21 +64,21 @@ class Comparison:
 def clockwork(directory: Path, sites: Sequence[str]) -> Clockwork:
     """Of a finished run of either world."""
     book = ledger.read(directory / "ledger.jsonl")
-    steps: dict[str, list[float]] = {name: [] for name in sites}
+    steps: dict[str, list[float]] = {}
+    count = 1
     for name in sites:
         own = directory / "state" / name / "ledger.jsonl"
         lines = ledger.read(own) if own.exists() else book
         times = [entry["t"] for entry in lines if entry["kind"] == "step" and entry["site"] == name]
         # A process writes a step down after it has waited for the WAN, the simulator before: so one step later.
-        first = int(_WARM * len(times))
+        first, count = int(_WARM * len(times)), max(count, len(times))
         steps[name] = times[first - 1 : -1] if own.exists() and first else times[first:]
     rounds = [entry for entry in book if entry["kind"] == "round"]
     ends = [entry for entry in book if entry["kind"] == "site"]
-    count = max(len(times) for times in steps.values())
     return Clockwork(
         step_s=max(_mean_gap(times) for times in steps.values()),
         round_s=_mean_gap([entry["t"] for entry in rounds[int(_WARM * len(rounds)) : -1]]),
-        waiting_s=statistics.fmean(entry["waiting_seconds"] for entry in ends) / max(1, count),
+        waiting_s=statistics.fmean(entry["waiting_seconds"] for entry in ends) / count,
         bytes=tuple((entry["up_bytes"], entry["down_bytes"]) for entry in rounds),
     )
 
