@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 LINE_BYTES, STREAM_BYTES = 1514, 1448
 RATE_SHARE, ROUND_TRIP_SECONDS = 0.05, 0.002
 _TOGETHER_BIT_S = 400e6
-_ECHOES, _STEADY_S, _PATIENCE_S = 10, 0.6, 10.0
+_ECHOES, _PATIENCE_S = 10, 10.0
+_STEADY_S, _STEADY_BYTES = 0.6, 150_000  # at least, both
 _FILL = 0.75  # of the queue: what is not full is never dropped, what is not empty never idles
 _MOST_WINDOW_BYTES = 1 << 20  # of a connection: more than that not every kernel allows
 _FIRST_WINDOW_BYTES = 10 * STREAM_BYTES  # slow start begins with it
@@ -72,11 +73,12 @@ class LinkCheck:
 
 @dataclass(frozen=True)
 class Flood:
-    """How to fill one direction of a link: so many connections, each with this window, for so long."""
+    """How to fill one direction of a link: so many connections, each with this window, for so long; steady at last."""
 
     connections: int
     window_bytes: int
     seconds: float
+    steady_seconds: float
 
     @classmethod
     def of(cls, link: WanLink, sender: str) -> Flood:
@@ -87,10 +89,11 @@ class Flood:
         rate = link.rate_bit_s(sender) / 8
         queued = _FILL * link.queue_bytes(sender)
         window = (rate * link.round_trip_seconds + queued) * STREAM_BYTES / LINE_BYTES
-        connections = min(max(math.ceil(window / _MOST_WINDOW_BYTES), 4), 32)
+        connections = max(4, min(math.ceil(window / 262_144), 8), math.ceil(window / _MOST_WINDOW_BYTES))
         doublings = max(math.log2(window / connections / _FIRST_WINDOW_BYTES), 0)
         ramp = doublings * link.round_trip_seconds + 2 * (link.round_trip_seconds + queued / rate)
-        return cls(connections, max(int(window / connections), 4096), ramp + _STEADY_S)
+        steady = min(max(_STEADY_BYTES / rate, _STEADY_S), 2.0)
+        return cls(connections, max(int(window / connections), 4096), ramp + steady, steady)
 
 
 def check_links(network: Network) -> tuple[LinkCheck, ...]:
@@ -148,18 +151,18 @@ class _Server:
         self._process.kill()
         self._process.communicate()
 
-    def rate_bit_s(self, number: int, until: float) -> float:
-        """Of a flood that was steady until then."""
+    def rate_bit_s(self, number: int, since: float, until: float) -> float:
+        """Of a flood that was steady all that time."""
         print(number, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             raise EmulatorError("the self-check's server has ended before it was told to: was it killed?")
-        return steady_bit_s(json.loads(line), until)
+        return steady_bit_s(json.loads(line), since, until)
 
 
-def steady_bit_s(samples: Sequence[tuple[float, int]], until: float) -> float:
+def steady_bit_s(samples: Sequence[tuple[float, int]], since: float, until: float) -> float:
     """The line rate that received stream bytes stand for, from (second, bytes so far)."""
-    steady = [one for one in samples if until - _STEADY_S <= one[0] <= until]
+    steady = [one for one in samples if since <= one[0] <= until]
     if len(steady) < 2:
         return 0.0
     (start, first), (end, last) = steady[0], steady[-1]
@@ -208,8 +211,9 @@ def _rates(network: Network, servers: dict[str, _Server], links: Sequence[WanLin
             more = (number, flood.connections, flood.seconds, flood.window_bytes)
             started.append((_client(network, sender, receiver, servers[receiver], "flood", *more), flood, number))
         for (sender, receiver, _), (client, flood, number) in zip(group, started, strict=True):
-            until = _outcome(client, _PATIENCE_S + 2 * flood.seconds)
-            found[sender, receiver] = servers[receiver].rate_bit_s(number, float(until)) if until else 0.0
+            out = _outcome(client, _PATIENCE_S + 2 * flood.seconds)
+            span = (float(out) - flood.steady_seconds, float(out)) if out else (0.0, 0.0)
+            found[sender, receiver] = servers[receiver].rate_bit_s(number, *span)
     return found
 
 

@@ -74,8 +74,7 @@ class Window:
     def wakes(self, now: float, nbytes: int, rate: float) -> None:
         """Something is to be sent again."""
         first = FIRST_WINDOW_BYTES * min(CONNECTIONS, max(1, math.ceil(nbytes / CHUNK_BYTES)))
-        idle = now - self.quiet_since > self.round_trip + LEAST_TIMEOUT_SECONDS
-        self.size = first if idle else max(first, self.size)
+        self.size = max(first, self.size)
         if now >= self.until:
             self._turn(now, rate)
 
@@ -147,8 +146,7 @@ class Links:
         self.bytes[place][self._side(place, receiver)] += nbytes
         self._advance(now)
         window = self._windows.get((place, upward))
-        if any(f.link == place for f in self._flows):
-            self._heard(place, now)
+        self._heard(place, now)
         if window is not None and not any((f.link, f.upward) == (place, upward) for f in self._flows):
             window.wakes(now, nbytes, self._rate(now, place, upward))
         self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
@@ -192,10 +190,14 @@ class Links:
         return due
 
     def _heard(self, place: int, now: float) -> None:
-        """Something moves on the link: what goes one way is acknowledged the other way, so neither is idle."""
+        """Something moves on the link. What goes one way is acknowledged the other way: both were idle, or none."""
+        busy = any(f.link == place for f in self._flows)
         for upward in (True, False):
-            if (place, upward) in self._windows:
-                self._windows[place, upward].quiet_since = now
+            window = self._windows.get((place, upward))
+            if window is not None:
+                if not busy and now - window.quiet_since > window.round_trip + LEAST_TIMEOUT_SECONDS:
+                    window.size = 0.0
+                window.quiet_since = now
 
     def _speeds(self) -> dict[tuple[int, bool], float]:
         found: dict[tuple[int, bool], float] = {}
