@@ -146,7 +146,7 @@ class Links:
         self.bytes[place][self._side(place, receiver)] += nbytes
         self._advance(now)
         window = self._windows.get((place, upward))
-        self._heard(place, now)
+        self._heard(place, now, idle=not any(f.link == place for f in self._flows))
         if window is not None and not any((f.link, f.upward) == (place, upward) for f in self._flows):
             window.wakes(now, nbytes, self._rate(now, place, upward))
         self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
@@ -189,13 +189,12 @@ class Links:
                 due = min(due, now + window.left / speed[lane])
         return due
 
-    def _heard(self, place: int, now: float) -> None:
+    def _heard(self, place: int, now: float, *, idle: bool) -> None:
         """Something moves on the link. What goes one way is acknowledged the other way: both were idle, or none."""
-        busy = any(f.link == place for f in self._flows)
         for upward in (True, False):
             window = self._windows.get((place, upward))
             if window is not None:
-                if not busy and now - window.quiet_since > window.round_trip + LEAST_TIMEOUT_SECONDS:
+                if idle and now - window.quiet_since > window.round_trip + LEAST_TIMEOUT_SECONDS:
                     window.size = 0.0
                 window.quiet_since = now
 
@@ -222,7 +221,7 @@ class Links:
                 kept.append(flow)
         self._flows = kept
         for link in {f.link for f in arrived}:
-            self._heard(link, now)
+            self._heard(link, now, idle=False)
         self._share(now)
         return [(self.links[f.link].delay_seconds, f.arrive) for f in arrived]
 
