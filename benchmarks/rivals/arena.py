@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rivals.outcome import Trace
+from rivals.outcome import Look, Trace
 from rivals.spec import INSTALLED, Spec
 from rivals.tasks import SITES
 from safetensors.torch import load_file
@@ -109,11 +109,12 @@ def _trace(out: Path, line_bytes: int) -> Trace:
     began = max(one["began"] for one in said)
     ends = [max(both) - began for both in zip(*(one["ends"] for one in said), strict=True)]
     mean = {key: torch.stack([one[key] for one in kept]).mean(0) for key in kept[0]}
+    steps = sorted(int(key) for key in mean if key != "final")
     apart = max(float((one["final"] - mean["final"]).abs().max()) for one in kept)
     return Trace(
         ends=ends,
         finished=max(one["finished"] for one in said) - began,
-        weights={int(key): weights for key, weights in mean.items() if key != "final"},
+        looks=[Look(step, ends[step - 1], mean[str(step)]) for step in steps],
         final=mean["final"],
         line_bytes=line_bytes,
         late=max(one["late"] for one in said),

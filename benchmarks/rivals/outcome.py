@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,12 +13,21 @@ from weightgrad.train.task import Training
 
 
 @dataclass(frozen=True)
+class Look:
+    """The weights that were there after so many steps and seconds."""
+
+    step: int
+    seconds: float
+    weights: Tensor
+
+
+@dataclass(frozen=True)
 class Trace:
-    """A finished run: seconds since the start at the end of each step and at the very end, and weights by step."""
+    """A finished run: seconds since the start at the end of each step and at the very end, and weights on the way."""
 
     ends: list[float]
     finished: float
-    weights: Mapping[int, Tensor]
+    looks: list[Look]
     final: Tensor
     line_bytes: int
     late: float  # share of the passes that took longer than the recipe's
@@ -54,16 +62,15 @@ class Outcome:
 
 
 def judge(recipe: Recipe, trace: Trace) -> tuple[list[tuple[int, float, float]], float]:
-    """The accuracy at every step that was kept, and of the delivered model; after the clock has stopped."""
+    """The accuracy at every look, and of the delivered model; after the clock has stopped."""
     task = Training(recipe)
-    steps = recipe.training.steps
     curve = [
-        (step, trace.ends[step - 1], task.evaluate(weights).accuracy)
-        for step, weights in sorted(trace.weights.items())
-        if step < steps
+        (look.step, look.seconds, task.evaluate(look.weights).accuracy)
+        for look in trace.looks
+        if look.step < recipe.training.steps  # the last is the delivered one
     ]
     final = task.evaluate(trace.final).accuracy
-    return [*curve, (steps, trace.finished, final)], final
+    return [*curve, (recipe.training.steps, trace.finished, final)], final
 
 
 def mean_step(ends: list[float]) -> float:

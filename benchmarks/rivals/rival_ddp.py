@@ -65,7 +65,7 @@ def make(worker: Worker, name: str) -> Rival:
         # One worker a site: no gradients to average inside it.
         local = PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
         wrapped.register_comm_hook(local, post_localSGD_hook)
-        averager = PeriodicModelAverager(period=int(worker.number("period", 8)), warmup_steps=start)
+        averager = PeriodicModelAverager(period=int(worker.number("period", 16)), warmup_steps=start)
         optimizer = PostLocalSGDOptimizer(worker.optimizer, averager)
     torch.manual_seed(0)
     return _Ddp(worker, optimizer, averages=name == "post-local")

@@ -69,7 +69,7 @@ def make(worker: Worker, name: str) -> Rival:
     outer = torch.optim.SGD(
         worker.module.parameters(),
         lr=worker.number("outer_rate", 0.7),
-        momentum=worker.number("outer_momentum", 0.9),
+        momentum=worker.number("outer_momentum", 0.5),
         nesterov=True,
     )
     delay = int(worker.number("delay", 0))
@@ -78,7 +78,7 @@ def make(worker: Worker, name: str) -> Rival:
         [worker.module],
         worker.optimizer,
         outer,
-        sync_every=int(worker.number("every", 10)),
+        sync_every=int(worker.number("every", 20)),
         use_bucketization=bool(worker.number("buckets", 0)),
         fragment_sync_delay=delay,
         fragment_update_alpha=worker.number("mix", 0.5 if delay else 0.0),

@@ -95,10 +95,10 @@ def _verdict(before: Verdict, after: Verdict, trace: Trace) -> Verdict:
 
 
 def _patience(recipe: Recipe, line: Line) -> float:
-    """Four times what DDP would need, and a minute and a half to start."""
+    """Four times what DDP would need, and three minutes to start on a busy machine."""
     bits = 32 * Training(recipe).layout.numel
     step = float(recipe.compute.seconds_per_step) + 2 * bits / (line.mbit_s * 1e6) + 8 * line.rtt_ms / 1e3
-    return 90 + 4 * recipe.training.steps * step
+    return 180 + 4 * recipe.training.steps * step
 
 
 def run(specs: list[Spec], task: Task, steps: int, lines: list[Line], out: Path) -> Found:

@@ -87,7 +87,7 @@ TASKS = {
         rate=0.05,
         seconds=0.04,
         steps=120,
-        evaluate_every=10,
+        evaluate_every=5,
         evaluate_on=600,
     ),
     "fashion": Task(
@@ -96,9 +96,9 @@ TASKS = {
         options={"width": 256, "depth": 2},
         batch=64,
         rate=0.05,
-        seconds=0.05,
-        steps=120,
-        evaluate_every=10,
+        seconds=0.04,
+        steps=80,
+        evaluate_every=5,
         evaluate_on=2000,
     ),
     "cifarnet": Task(
@@ -108,7 +108,7 @@ TASKS = {
         rate=0.02,
         seconds=0.15,
         steps=80,
-        evaluate_every=20,
+        evaluate_every=10,
         evaluate_on=1000,
     ),
 }

@@ -9,15 +9,14 @@ which all processes share.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rivals import rival_ddp, rival_hivemind, rival_torchft
 from rivals.paced_pass import PacedPass
 from rivals.rival import Rival, Worker
 from rivals.spec import Spec
@@ -30,14 +29,7 @@ from weightgrad.train.run import optimizer_options, rate_of
 from weightgrad.train.task import Training
 
 _LOOK_SECONDS = 0.005
-_MAKERS: dict[str, Callable[[Worker, str], Rival]] = {
-    "ddp": rival_ddp.make,
-    "ddp-fp16": rival_ddp.make,
-    "ddp-powersgd": rival_ddp.make,
-    "post-local": rival_ddp.make,
-    "torchft": rival_torchft.make,
-    "hivemind": rival_hivemind.make,
-}
+_FILES = {"torchft": "rival_torchft", "hivemind": "rival_hivemind"}  # the others are PyTorch's own
 
 
 def run(spec: Spec, rank: int, addresses: list[str]) -> None:
@@ -48,7 +40,8 @@ def run(spec: Spec, rank: int, addresses: list[str]) -> None:
     chosen = recipe.training.optimizer
     optimizer = optimizers.build(chosen.name, list(module.parameters()), optimizer_options(chosen))
     paced = PacedPass(module, float(recipe.compute.seconds_per_step))
-    rival = _MAKERS[spec.name](Worker(rank, addresses, recipe, task, module, optimizer, spec.options), spec.name)
+    make = importlib.import_module(f"rivals.{_FILES.get(spec.name, 'rival_ddp')}").make
+    rival: Rival = make(Worker(rank, addresses, recipe, task, module, optimizer, spec.options), spec.name)
     rate, steps, every = rate_of(recipe), recipe.training.steps, recipe.training.evaluate_every
     _until_started(rank)
     began, ends, kept = time.monotonic(), [], dict[str, Tensor]()

@@ -65,7 +65,7 @@ def test_the_way_through_netem(monkeypatch: pytest.MonkeyPatch) -> None:
         shown = wan._lab.apply([plan.Step(options=["-s"], tc=["qdisc show dev w0", "qdisc show dev w1"])])[0]
         assert " direct_packets_stat 0 " in shown  # every packet went through the class of its source
         stats = wan.stats()
-        assert stats.pairs["hub", "east"].packets >= 4
+        assert stats.pairs["hub", "east"].packets >= 2
         assert stats.lateness is None
         assert wan.verdict().trusted
         assert wan.describe()["delay"] == "netem"
