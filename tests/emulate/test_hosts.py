@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +16,19 @@ import pytest
 from weightgrad.emulate import Network, WanLink, open_wan
 from weightgrad.errors import EmulatorError, TopologyError
 
-from .labs import KINDS, PATIENCE_S, PYTHON, need, pair, printed, started, until
+from .labs import ALONE, KINDS, PACKAGE, PATIENCE_S, PYTHON, need, pair, printed, started, until
 
 FAMILY = "setsid sleep 1000 & sleep 1000 & echo up; wait"
 WAITS = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print("up", flush=True); time.sleep(1000)
+"""
+TERMINAL = """
+import fcntl, os, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+with Wan(["hub"], []) as wan:
+    inside = wan.host("hub").popen(["sh", "-c", "trap 'echo caught' INT; echo ready; sleep 1000; exit 7"])
+    print("ended", inside.wait(), os.tcgetpgrp(0) == os.getpgrp())
 """
 SLEEP = ["sh", "-c", "echo up; exec sleep 1000"]
 
@@ -146,3 +156,25 @@ def test_a_host_is_a_machine_of_its_own(kind: str) -> None:
     assert process.wait(PATIENCE_S) == -9  # the network is gone, and all on it
     with pytest.raises(EmulatorError, match="not open"):
         host.popen(["true"])
+
+
+def test_a_terminal_belongs_to_the_command() -> None:
+    """Ctrl-C reaches it and its children once, and nobody else; afterwards the terminal is ours again."""
+    need("root")
+    script = ALONE.format(package=str(PACKAGE), module="wan", name="Wan") + TERMINAL
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        said = b""
+        while b"ready" not in said:
+            said += os.read(ours, 1000)
+        os.write(ours, b"\x03")
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while got := os.read(ours, 1000):
+                said += got
+    os.close(ours)
+    assert said.count(b"caught") == 1
+    assert b"ended 7 True" in said
+    assert process.returncode == 0

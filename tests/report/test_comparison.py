@@ -30,7 +30,7 @@ def run(strategy: str, curve: list[tuple[float, float | None]], *, seed: int = 0
     }
     evaluations = tuple({"t": t, "step": k, "accuracy": a, "wan_bytes": 0} for k, (t, a) in enumerate(curve))
     header = {"strategy": strategy, "seed": seed, "recipe": {"strategy": {"name": strategy}, "seed": seed}}
-    return Run(Path(), header, (), (), evaluations, (), (), (), "finished", summary | changes)
+    return Run(Path(), header, (), (), evaluations, (), (), (), (), "finished", summary | changes)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_server_that_dies_before_the_last_answer_has_left(strategy: str, tmp_p
             raise SavedStateError("killed: the checkpoint is written, and nobody was told")
         return send(name, data)
 
-    first.server.lanes.send = dies  # type: ignore[method-assign]
+    first.server.lanes.send = dies  # type: ignore[method-assign,assignment]
     sites = [Runner(recipe, name, first.address) for name in ("east", "west")]
     first.join()
     assert isinstance(first.error, SavedStateError)
@@ -54,7 +54,7 @@ def test_a_server_waits_for_a_site_that_died_before_it_had_its_last_answer(tmp_p
             left.extend([site] if isinstance(message, Leave) else [])
             handle(site, message)
 
-        hub.server.lanes.send = forgets  # type: ignore[method-assign]
+        hub.server.lanes.send = forgets  # type: ignore[method-assign,assignment]
         hub.server._handle = hears  # type: ignore[method-assign]
         east = Runner(recipe, "east", hub.address)
         west = Runner(recipe, "west", hub.address, state=tmp_path, checkpoint_every=1)

@@ -33,11 +33,11 @@ class Delay(ABC):
 
     @abstractmethod
     def stats(self) -> DelayStats:
-        """Since the start; lateness since `fresh`."""
+        """Losses since the start; lateness and errors since `fresh`."""
 
     @abstractmethod
     def fresh(self) -> None:
-        """Lateness counts from here."""
+        """Lateness and errors count from here."""
 
     @abstractmethod
     def describe(self) -> dict[str, object]:

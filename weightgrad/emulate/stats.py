@@ -34,8 +34,10 @@ class Lateness:
 
 @dataclass(frozen=True)
 class WanStats:
-    """Everything, by (from, to). `lateness` is None where the kernel does the delay; errors are packets that
-    the switch itself had to drop."""
+    """What has passed since the start by (from, to); since the last check, how late it was and what the switch dropped.
+
+    `lateness` is None where the kernel does the delay.
+    """
 
     pairs: dict[tuple[str, str], PairStats]
     lateness: Lateness | None

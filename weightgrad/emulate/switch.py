@@ -159,7 +159,7 @@ class Port:
         self._ring = mmap.mmap(self.socket.fileno(), self._BLOCK * blocks)
         self._frames = [b * self._BLOCK + f * self._FRAME for b in range(blocks) for f in range(each)]
         self._next = 0
-        self.drops = self.errors = 0
+        self._drops = self._errors = 0
         self.socket.bind((name, 3))  # ETH_P_ALL
         self.socket.setblocking(False)
 
@@ -175,7 +175,7 @@ class Port:
                 start = frame + mac
                 found.append((sec + nsec * 1e-9, ring[start - self._VNET_BYTES : start + kept]))
             else:
-                self.errors += 1
+                self._errors += 1
             self._STATUS.pack_into(ring, frame, 0)
             self._next = (self._next + 1) % len(self._frames)
         return found
@@ -185,13 +185,15 @@ class Port:
         try:
             self.socket.send(packet)
         except OSError:
-            self.errors += 1
+            self._errors += 1
 
-    def count_drops(self) -> int:
-        """Packets that found the ring full, since the start; the kernel's own count starts anew when read."""
+    def troubles(self, *, clear: bool = False) -> tuple[int, int]:
+        """Packets that found the ring full, and that could not be passed on; the kernel forgets its count when read."""
         _, drops = struct.unpack("=II", self.socket.getsockopt(self._SOL_PACKET, self._STATISTICS, 8))
-        self.drops += drops
-        return self.drops
+        self._drops += drops
+        if clear:
+            self._drops = self._errors = 0
+        return self._drops, self._errors
 
 
 class Switch:
@@ -256,11 +258,12 @@ class Switch:
             for (i, j), lane in self.schedule.lanes.items():
                 size = lane.bytes - Port._VNET_BYTES * lane.packets
                 found[f"{i}>{j}"] = {"packets": lane.packets, "bytes": size, "lost": lane.lost}
-            found = {"lanes": found, "lateness": self.lateness.summary()}
-            found["errors"] = sum(port.errors for port in self.ports)
-            found["drops"] = sum(port.count_drops() for port in self.ports)
+            drops, errors = (sum(counts) for counts in zip(*(port.troubles() for port in self.ports), strict=True))
+            found = {"lanes": found, "lateness": self.lateness.summary(), "drops": drops, "errors": errors}
         if request.get("fresh"):
             self.lateness.clear()
+            for port in self.ports:
+                port.troubles(clear=True)
         return found
 
 

@@ -7,6 +7,7 @@ for how long to wait; the others wait for everybody, and must end with the bits 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import shlex
 import tempfile
@@ -132,7 +133,8 @@ class SimulatedChaos:
                 raise RunError(f"it has not finished after {show_seconds(round(world.clock.now, 1))}")
 
             for fault in faults:
-                world.clock.at(fault.at_seconds, lambda fault=fault: strikes(fault))  # type: ignore[misc]
+                after = math.nextafter(fault.at_seconds, math.inf)  # the world is told first
+                world.clock.at(after, lambda fault=fault: strikes(fault))  # type: ignore[misc]
             lasting = sum(fault.for_seconds or 0.0 for fault in faults)
             world.clock.at(_PATIENCE * calm.seconds + lasting, give_up)
             try:

@@ -2,8 +2,8 @@
 
 How long a process needs to come back depends on the machine, so a fault strikes when the slowest site has done the
 fault's share of the steps. Those that the schedule has shortly after another strike as many seconds after it, into
-what it has stopped; and whoever comes late comes by the clock, as the others may wait for him. So a schedule strikes at
-about the same steps every time, and is over before the run is.
+what it has stopped; and whoever comes late comes by the clock, as nothing may move until he is there. So a schedule
+strikes at about the same steps every time, and is over before the run is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from weightgrad.train.recipe_plan import Fault
 from weightgrad.train.scenes import Scene, of_fault
 
 _TOGETHER = 0.25  # of the mean time between two faults
+_LATEST_S = 12.0  # after the others' first step; they may do nothing until then
 
 
 class Storm:
@@ -27,7 +28,8 @@ class Storm:
         self.struck: list[Fault] = []
         self.ends: list[float] = []  # in seconds since the first step
         self.rounds: list[float] = []
-        self._waiting = list(faults)
+        self._waiting = [fault for fault in faults if fault.what != "join"]
+        self._joins = [fault for fault in faults if fault.what == "join"]
         self._horizon, self._steps = horizon, steps
         self._together = _TOGETHER * horizon / max(1, len(faults))
         self._due: list[tuple[Scene, bool]] = []  # and whether it is the last of its fault
@@ -47,21 +49,22 @@ class Storm:
             if last:
                 self.ends.append(seconds)
             return scene
+        if self._joins and seconds >= min(self._joins[0].at_seconds, _LATEST_S):
+            self._late.discard(self._joins[0].where[0])
+            return self._strike(self._joins.pop(0), seconds)
         if self._waiting and self._is_due(self._waiting[0], seconds):
+            self._last = (seconds, self._waiting[0].at_seconds)
             return self._strike(self._waiting.pop(0), seconds)
         return None
 
     def _is_due(self, fault: Fault, seconds: float) -> bool:
         then, planned = self._last
         gap = fault.at_seconds - planned
-        by_clock = fault.what == "join" or (bool(self.struck) and gap <= self._together)
-        return self._share * self._horizon >= fault.at_seconds or (by_clock and seconds >= then + gap)
+        soon = then > 0 and gap <= self._together
+        return self._share * self._horizon >= fault.at_seconds or (soon and seconds >= then + gap)
 
     def _strike(self, fault: Fault, seconds: float) -> Scene:
-        self._last = (seconds, fault.at_seconds)
         self.struck.append(fault)
-        if fault.what == "join":
-            self._late.discard(fault.where[0])
         first, *rest = of_fault(replace(fault, at_seconds=seconds))
         for place, scene in enumerate(rest, start=1):
             heapq.heappush(self._due, (scene, place == len(rest)))
@@ -72,4 +75,4 @@ class Storm:
     @property
     def brings_back(self) -> bool:
         """Whether somebody is still to come."""
-        return any(scene.starts for scene, _ in self._due) or any(f.what == "join" for f in self._waiting)
+        return any(scene.starts for scene, _ in self._due) or bool(self._joins)
