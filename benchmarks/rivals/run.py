@@ -114,8 +114,8 @@ def run(specs: list[Spec], task: Task, steps: int, lines: list[Line], out: Path)
                 place = out / f"{line.mbit_s:g}-{line.rtt_ms:g}" / spec.text.replace(":", "-")
                 try:
                     one = run_cell(spec, task, steps, line, place, before)
-                except WeightGradError as error:
-                    why = f"failed: {error}".replace("\n", " ").replace("|", "/")
+                except Exception as error:  # whatever it is, the other cells are wanted all the same
+                    why = f"failed: {type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")
                 else:
                     found.outcomes.append(one)
                     said = f"{1e3 * one.step_seconds:.1f} ms a step, {one.step_bytes / 1e3:.1f} kB a step"

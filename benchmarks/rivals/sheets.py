@@ -164,7 +164,7 @@ def _claims(found: Found, own: str = "auto") -> list[Claim]:
     if gaps:
         worst_gap = min(gaps, key=lambda gap: gap.points)
         what = f"`{own}` ends no less accurate than `{REFERENCE}` (0.1 points are allowed)."
-        made.append(Claim(what, worst_gap.above(-0.1), f"At worst {worst_gap.text()}, one seed."))
+        made.append(Claim(what, worst_gap.above(-0.1), f"At worst {worst_gap.text()}."))
     return made
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import weightgrad
 
-ROOMS = ["codecs", "kernels", "sim", "site", "wan", "wire"]
+ROOMS = ["codecs", "emulate", "kernels", "sim", "site", "wan", "wire"]
 MODULES = ["weightgrad", *(f"weightgrad.{room}" for room in ROOMS)]
 
 

@@ -62,6 +62,18 @@ def test_a_run_that_cannot_end_is_not_called_finished(fault: Fault, tmp_path: Pa
     assert book[-1]["status"] == "interrupted"
 
 
+@pytest.mark.parametrize("name", ["weightgrad", "streaming", "diloco"])
+@pytest.mark.parametrize("dies", [0.55, 0.7, 0.85])
+def test_a_server_that_comes_back_still_has_its_answers(name: str, dies: float, tmp_path: Path) -> None:
+    # A site that was away applies them when it would have, and not all at once: the bits of an undisturbed run.
+    changes = {"t_global": None, "overlap": 6} | ({"trigger": "staggered(4, 4)"} if name == "streaming" else {})
+    undisturbed, _ = run(tmp_path, plan(name, changes=changes))
+    faults = (Fault(0.3, "kill", ("site-1",), 0.6), Fault(dies, "kill", ("hub",), 0.05))
+    world, _ = run(tmp_path, plan(name, changes=changes, faults=faults))
+    assert_finished_with_one_base(world)
+    assert world.server.base.digest() == undisturbed.server.base.digest()
+
+
 def test_nothing_is_sent_to_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[float, str]] = []
     original = Links.send

@@ -179,7 +179,7 @@ def test_another_base_is_noticed(tmp_path: Path) -> None:
     left = Left(tmp_path)
     left.last["west"] = 2
     assert remains(left.write(), SITES).differences == (), "of an older version, but that version's"
-    left.bases[2] = left.bases[2] + 1e-7
+    left.bases[2] = left.bases[2] + 1e-6
     (wrong,) = remains(left.write(), SITES).differences
     assert "west ended with another base of version 2" in wrong
     left.rounds.pop(1)

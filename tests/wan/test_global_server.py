@@ -356,6 +356,18 @@ def test_a_restored_server_knows_what_it_had_taken() -> None:
     assert again.base.digest() == first.base.digest()
 
 
+def test_a_site_whose_last_push_a_checkpoint_lacks_is_still_waited_for() -> None:
+    first = server(sites="ab")
+    first.receive(push("a", 1, noise(1)), 0.0)
+    first.receive(push("a", 2, noise(2), final=True), 0.0)  # of a round that is not the next to close
+    assert first.receive(push("b", 1), 0.0).closed
+    again = server(sites="")
+    again.restore(first.checkpoint())
+    assert not again.receive(push("b", 2, final=True), 0.0).closed
+    (closed,) = again.receive(push("a", 2, noise(2), final=True), 0.0).closed
+    assert closed.senders == ["a", "b"]
+
+
 def test_lost_sites_are_told_of_a_restart_and_those_that_left_are_not() -> None:
     first = server()
     first.members.lose("b")

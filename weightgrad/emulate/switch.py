@@ -158,8 +158,7 @@ class Port:
         self.socket.setsockopt(self._SOL_PACKET, self._RX_RING, ring)
         self._ring = mmap.mmap(self.socket.fileno(), self._BLOCK * blocks)
         self._frames = [b * self._BLOCK + f * self._FRAME for b in range(blocks) for f in range(each)]
-        self._next = 0
-        self._drops = self._errors = 0
+        self._next = self._errors = 0
         self.socket.bind((name, 3))  # ETH_P_ALL
         self.socket.setblocking(False)
 
@@ -187,13 +186,11 @@ class Port:
         except OSError:
             self._errors += 1
 
-    def troubles(self, *, clear: bool = False) -> tuple[int, int]:
-        """Packets that found the ring full, and that could not be passed on; the kernel forgets its count when read."""
+    def errors(self, *, clear: bool = False) -> int:
+        """Packets that were not passed on, and that found the ring full; the kernel forgets its count when read."""
         _, drops = struct.unpack("=II", self.socket.getsockopt(self._SOL_PACKET, self._STATISTICS, 8))
-        self._drops += drops
-        if clear:
-            self._drops = self._errors = 0
-        return self._drops, self._errors
+        self._errors = 0 if clear else self._errors + drops
+        return self._errors
 
 
 class Switch:
@@ -258,12 +255,12 @@ class Switch:
             for (i, j), lane in self.schedule.lanes.items():
                 size = lane.bytes - Port._VNET_BYTES * lane.packets
                 found[f"{i}>{j}"] = {"packets": lane.packets, "bytes": size, "lost": lane.lost}
-            drops, errors = (sum(counts) for counts in zip(*(port.troubles() for port in self.ports), strict=True))
-            found = {"lanes": found, "lateness": self.lateness.summary(), "drops": drops, "errors": errors}
+            errors = sum(port.errors() for port in self.ports)
+            found = {"lanes": found, "lateness": self.lateness.summary(), "errors": errors}
         if request.get("fresh"):
             self.lateness.clear()
             for port in self.ports:
-                port.troubles(clear=True)
+                port.errors(clear=True)
         return found
 
 

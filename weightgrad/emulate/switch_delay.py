@@ -64,7 +64,7 @@ class SwitchDelay(Delay):
         for lane, counts in found["lanes"].items():
             a, b = lane.split(">")
             lost[int(a), int(b)] = counts["lost"]
-        return DelayStats(lost, Lateness(**found["lateness"]), found["errors"] + found["drops"])
+        return DelayStats(lost, Lateness(**found["lateness"]), found["errors"])
 
     def fresh(self) -> None:
         """Lateness counts from here."""

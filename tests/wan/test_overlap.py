@@ -1,0 +1,57 @@
+"""Answers whose turn has not come, and sites that may go on until it has."""
+
+from __future__ import annotations
+
+import torch
+
+from weightgrad.codecs import Fp32
+from weightgrad.wan.base import Base
+from weightgrad.wan.messages import Answer, Part, Push, Welcome
+from weightgrad.wan.site_end import SiteEnd
+from weightgrad.wan.strategies import find
+
+from .harness import LAYOUT, noise
+
+
+def site(overlap: int) -> SiteEnd:
+    plan = find("diloco", {"every": 1, "overlap": overlap}).for_site()
+    made = SiteEnd("a", Base(LAYOUT, noise(99), optimizer=None, rate=lambda step: 0.1), plan, samples=4, key=1)
+    made.receive(Welcome(0, 1, 0, 0), 0.0)
+    return made
+
+
+def step(one: SiteEnd) -> Push:
+    one.model += noise(one.step)
+    (push,) = one.stepped(0.0)
+    assert isinstance(push, Push)
+    return push
+
+
+def answer(version: int, taken: int) -> Answer:
+    return Answer(version, version, version, (Part(0, Fp32().encode(noise(7, version), {}, 0)[0]),), {"a": taken})
+
+
+def test_an_answer_is_applied_so_many_steps_after_its_push() -> None:
+    one = site(overlap=2)
+    step(one)
+    one.receive(answer(1, 1), 0.0)
+    assert one.settle() == []
+    step(one)
+    assert one.settle() == []
+    step(one)
+    assert one.blocked(0.0) == "answer"
+    assert [found.version for found in one.settle()] == [1]
+    assert one.blocked(0.0) is None
+
+
+def test_an_answer_to_two_pushes_comes_when_the_first_of_them_is_due() -> None:
+    """A site that was away: both went into one round. It waited for ever, as the second was not due yet."""
+    one = site(overlap=2)
+    for _ in range(3):
+        step(one)
+    assert one.blocked(0.0) == "answer"
+    one.receive(answer(1, 2), 0.0)
+    assert [found.version for found in one.settle()] == [1]
+    assert one.in_flight == 1
+    assert one.blocked(0.0) is None
+    assert torch.isfinite(one.model).all()
