@@ -21,19 +21,15 @@ class _Hivemind(Rival):
         """Local, with what has been averaged since."""
         self._optimizer.step()
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Goes on without gradients, which moves nothing but averages, until the other has done its steps too.
 
         Peers count samples, not steps; one that is alone would look for a group until its time is out.
         """
-        ranks = range(len(self._worker.addresses))
-        Path(f"over-{self._worker.rank}").touch()
-        while not all(Path(f"over-{rank}").exists() for rank in ranks):
+        others = [Path(f"worker-{rank}.json") for rank in range(len(self._worker.addresses))]
+        while not all(path.exists() for path in others):
             time.sleep(float(self._worker.recipe.compute.seconds_per_step))
             self._optimizer.step()
-
-    def close(self) -> None:
-        """Goodbye to the other."""
         self._optimizer.shutdown()
         self._dht.shutdown()
 

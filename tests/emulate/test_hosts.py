@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,6 +180,8 @@ def test_a_terminal_belongs_to_the_command() -> None:
         [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     ) as process:
         os.close(theirs)
+        watch = threading.Timer(PATIENCE_S, process.kill)
+        watch.start()
         said = b""
         while b"ready" not in said:
             said += os.read(ours, 1000)
@@ -186,6 +189,7 @@ def test_a_terminal_belongs_to_the_command() -> None:
         with contextlib.suppress(OSError):  # the end of a terminal
             while got := os.read(ours, 1000):
                 said += got
+        watch.cancel()
     os.close(ours)
     assert b"ended 7 True" in said
     assert process.returncode == 0
