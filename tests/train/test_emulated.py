@@ -83,11 +83,9 @@ def test_scenes_are_in_order_and_a_flap_is_many_cuts() -> None:
     )
     found = scenes(recipe(f"faults=[{slow}, {flap}]"))
     assert [(scene.at, scene.what) for scene in found] == [
-        (1, "cut"), (2, "heal"), (3, "cut"), (4, "heal"), (4, "rate"), (5, "rate"),
+        (1, "cut"), (2, "heal"), (3, "cut"), (4, "heal"), (4, "slow"), (5, "unslow"),
     ]  # fmt: skip
-    rates = [scene for scene in found if scene.what == "rate"]
-    assert [scene.bit_s for scene in rates] == [50e6, 100e6]
-    assert str(rates[0]) == "4 s: rate hub - east to 50 Mbit/s"
+    assert str(found[4]) == "4 s: slow hub - east to 50%"
 
 
 def test_a_trace_and_a_late_site_are_scenes() -> None:
