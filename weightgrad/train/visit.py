@@ -52,10 +52,11 @@ def everywhere(wan: Network, recipe: Recipe, command: Sequence[str], say: Callab
             say(f"{site}: {error}")
             codes[site] = 127
             return
-        assert process.stdout is not None
-        for line in process.stdout:
-            say(f"{site}: {line.rstrip()}")
-        codes[site] = int(process.wait())
+        with process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                say(f"{site}: {line.rstrip()}")
+        codes[site] = int(process.returncode)
 
     threads = [threading.Thread(target=one, args=(site.name,)) for site in recipe.site_list]
     for thread in threads:
