@@ -16,7 +16,7 @@ SETTINGS = {
     "post-local": "PostLocalSGDOptimizer: DDP for 10 steps, then models averaged every 16 steps and at the end.",
     "torchft": "torchft's DiLoCo over its ProcessGroupGloo: every 20 steps, outer Nesterov at 0.7, momentum 0.5.",
     "hivemind": "hivemind.Optimizer with local updates: averages every 20 steps in the background, 16-bit floats.",
-    "weightgrad": "`weightgrad serve` and `train` with the row of that name as it stands.",
+    "weightgrad": "`weightgrad serve` and `train` with the row of that name; no site is ever given up.",
     "auto": "the same with the row `auto`: nothing is set.",
 }
 

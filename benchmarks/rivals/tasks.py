@@ -74,7 +74,7 @@ class Task:
                 },
             ],
             "compute": {"seconds_per_step": self.seconds},
-            "strategy": strategy,
+            "strategy": {"name": strategy, "t_global": None},  # a site that starts late on a busy machine is waited for
         }
         return Recipe.parse(json.dumps(text), "rivals.yaml")
 
