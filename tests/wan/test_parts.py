@@ -15,6 +15,7 @@ EXAMPLES: dict[str, list[Any]] = {
         triggers.Every(8),
         triggers.Staggered(24, 4),
         triggers.Significance(),
+        triggers.Paced(),
         triggers.Significance(threshold=2.5, at_most=3, low=0.5, high=7.0),
     ],
     "selector": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weightgrad.errors import ProtocolError, StrategyError
@@ -90,6 +90,40 @@ def test_it_follows_a_link_that_slows_and_recovers_and_does_not_swing() -> None:
     assert (found.now.pace.every, found.now.pace.up) == (before.every, before.up)
 
 
+@pytest.mark.parametrize("seconds", [0.5, 5.0, 500.0])
+@pytest.mark.parametrize("before", [1, 2, 6])
+def test_one_disturbed_round_does_not_starve_it(before: int, seconds: float) -> None:
+    """As in a run of 24 steps where one late round left the base where it was."""
+    found = planner()
+    drive(found, 100e6, 0.02, 0.03, rounds=before)
+    for name in SITES:
+        found.observe(name, Report(0.03), seconds, 200_000)
+    found.decide(SITES)
+    assert found._rate(found.now.pace.every, found.density) >= found._rate(2, 0.1) / 4
+    drive(found, 100e6, 0.02, 0.03, rounds=4)
+    assert (found.now.pace.every, found.density) == (2, 0.1)
+
+
+def test_it_slows_by_steps() -> None:
+    found = planner()
+    drive(found, 100e6, 0.02, 0.03)
+    for _ in range(12):
+        rate = found._rate(found.now.pace.every, found.density)
+        drive(found, 1e5, 0.02, 0.03, rounds=1)
+        assert found._rate(found.now.pace.every, found.density) >= rate / 4
+    assert found.now.pace.every > 2
+
+
+def test_speed_and_delay_keep_their_proportion_while_sizes_stay_the_same() -> None:
+    fit = LinkFit()
+    for size in [100_000, *[40_000] * 20]:
+        fit.add(size, 0.1 + size / 1e6)
+    assert fit.line() == pytest.approx((0.1, 1e-6))
+    for _ in range(9):
+        fit.add(40_000, 1.4)
+    assert fit.line() == pytest.approx((1.0, 1e-5))
+
+
 def test_the_slowest_site_sets_the_step() -> None:
     found = planner()
     for name, step in (("east", 0.01), ("west", 0.3)):
@@ -111,13 +145,14 @@ def test_state_survives() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0, 2), st.floats(1e-10, 1e-5), st.lists(st.integers(100, 10**7), min_size=2, max_size=30, unique=True))
 def test_the_fit_finds_delay_and_speed(delay: float, slope: float, sizes: list[int]) -> None:
+    sizes = sizes[:9]
+    assume(max(sizes) > 1.2 * min(sizes))
     fit = LinkFit()
     for size in sizes:
         fit.add(size, delay + slope * size)
     found = fit.line()
     for size in sizes:
-        wanted = delay + slope * size
-        assert found[0] + found[1] * size == pytest.approx(wanted, rel=0.05, abs=1e-4) or max(sizes) < 1.01 * min(sizes)
+        assert found[0] + found[1] * size == pytest.approx(delay + slope * size, rel=1e-3, abs=1e-6)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,8 +2,9 @@
 
 A site reports with each push how long its steps take and how long its last push took to be answered. Less
 what the server held the round for the others, that is the link: `seconds = delay + bytes / speed`, fitted per
-site with recent rounds counting more. From that the planner takes, in this order of preference, the first pace
-whose bytes hide behind the compute between two pushes, and whose answers come within `reach` steps:
+site by medians over its last rounds, so that one disturbed round says nothing. From that the planner takes, in this
+order of preference, the first pace whose bytes hide behind the compute between two pushes, and whose answers come
+within `reach` steps:
 
 1. nothing encoded, every step, where every link is faster than the codecs are;
 2. rounds every `every` steps (something is sent in every second one) with the `density` that training hardly feels;
@@ -12,14 +13,17 @@ whose bytes hide behind the compute between two pushes, and whose answers come w
 
 The overlap is what the slowest answer needs, so several rounds may be on their way at a time. It goes to a slower
 pace as soon as the present one no longer hides, and back only when the faster one would with room to spare, so it
-does not swing. Every change is said with its reason.
+does not swing; and it slows by a factor of four at most in one round, so that it never starves on a first impression.
+Every change is said with its reason.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +42,9 @@ CODEC_BYTES_S = 3e9  # float32 encoded and decoded again, on one core: see docs/
 _HIDDEN = 0.8  # of the compute between two rounds may be the exchange
 _EAGER = 0.5  # less than that to go back to a faster pace
 _STAY = 1.3  # longer than `reach` an answer may take before rounds get fewer
-_FORGET = 0.9  # what a round counts for in the fit, one round later
+_SLOWER = 4.0  # times fewer bytes, at most, from one pace to the next
+_WINDOW = 9  # rounds of a site that the fit goes by
+_APART = 1.2  # times as large a round must be to tell speed from delay
 _PROBE = 0.25  # density of the first round: two sizes tell delay and speed apart
 
 
@@ -122,29 +128,37 @@ def sparse_bits(density: float) -> float:
 
 @dataclass
 class LinkFit:
-    """seconds = delay + bytes * slope, by least squares with forgetting; neither below zero."""
+    """seconds = delay + bytes * slope, by the median of slopes between rounds of different size (Theil and Sen).
 
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # w, wx, wy, wxx, wxy
+    Where the last rounds are all of one size, delay and slope keep their proportion and follow what they take.
+    """
+
+    rounds: list[tuple[float, float]] = field(default_factory=list)  # (bytes, seconds), the last ones
+    delay: float = 0.0
+    slope: float = 0.0  # seconds a byte
 
     def add(self, nbytes: float, seconds: float) -> None:
         """One more round."""
-        terms = (1.0, nbytes, seconds, nbytes * nbytes, nbytes * seconds)
-        self.sums = [_FORGET * old + new for old, new in zip(self.sums, terms, strict=True)]
-
-    @property
-    def known(self) -> bool:
-        """Whether there is anything to go by."""
-        return self.sums[0] > 0
+        self.rounds = [*self.rounds, (nbytes, seconds)][-_WINDOW:]
+        slopes = [
+            (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.permutations(self.rounds, 2) if x2 > _APART * x1
+        ]
+        if slopes:
+            self.slope = max(0.0, median(slopes))
+            self.delay = median(y - self.slope * x for x, y in self.rounds)
+            if self.delay < 0:
+                self.delay, self.slope = 0.0, median(y / x for x, y in self.rounds if x > 0)
+            return
+        expected = [self.delay + self.slope * x for x, _ in self.rounds]
+        if min(expected) > 0:
+            factor = median(y / wanted for (_, y), wanted in zip(self.rounds, expected, strict=True))
+            self.delay, self.slope = factor * self.delay, factor * self.slope
+        else:  # all of one size so far: take all of it for delay, and look closer when the size changes
+            self.delay = median(y for _, y in self.rounds)
 
     def line(self) -> tuple[float, float]:
         """(delay, seconds a byte)."""
-        w, x, y, xx, xy = self.sums
-        spread = w * xx - x * x
-        if spread <= 1e-3 * w * xx:  # all of one size: take all of it for delay, and look closer when it changes
-            return y / w, 0.0
-        slope = max(0.0, (w * xy - x * y) / spread)
-        delay = (y - slope * x) / w
-        return (delay, slope) if delay >= 0 else (0.0, y / x)
+        return self.delay, self.slope
 
 
 @dataclass
@@ -199,18 +213,34 @@ class Planner:
             if seconds <= _HIDDEN * step:
                 why = f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec"
                 return self._decision(1, 1.0, seconds, step, why)
-        delay = max(delay for delay, _ in lines.values())
-        for every, density in self.auto.ladder():
-            seconds, busy = self._seconds(lines, density), self._busy(lines, density)
-            share = _HIDDEN if self._as_slow(every, density) else _EAGER
-            patience = _STAY if every == self.now.pace.every else 1.0
-            if busy <= share * SENDS * every * step and delay <= patience * max(self.auto.reach, every) * step:
-                break
+        every, density = self._rung(lines, step)
+        seconds, busy = self._seconds(lines, density), self._busy(lines, density)
         why = (
             f"a round takes {seconds:.3f} s on the slowest link, {busy:.3f} s of them for its bytes; a step takes "
             f"{step:.3f} s"
         )
         return self._decision(every, density, seconds, step, why)
+
+    def _rung(self, lines: Mapping[str, tuple[float, float]], step: float) -> tuple[int, float]:
+        """The best (every, density) that hides, as far as it may be reached from the present one at once."""
+        delay = max(delay for delay, _ in lines.values())
+        least = self._rate(self.now.pace.every, self.density) / _SLOWER
+        reached = []
+        for every, density in self.auto.ladder():
+            rate = self._rate(every, density)
+            if rate >= least:
+                reached.append((rate, every, density))
+            share = _HIDDEN if rate <= _SLOWER * least else _EAGER
+            patience = _STAY if every == self.now.pace.every else 1.0
+            if (
+                self._busy(lines, density) <= share * SENDS * every * step
+                and delay <= patience * max(self.auto.reach, every) * step
+            ):
+                break
+        if rate >= least or not reached:
+            return every, density
+        _, every, density = min(reached, key=lambda rung: rung[0])
+        return every, density
 
     @property
     def density(self) -> float:
@@ -219,10 +249,10 @@ class Planner:
         inner = up.inner if isinstance(up, ErrorFeedback) else up
         return inner.fraction if isinstance(inner, TopK) else 1.0
 
-    def _as_slow(self, every: int, density: float) -> bool:
-        """Whether that sends no more than the present pace does."""
-        present = self.now.pace
-        return sparse_bits(density) / every <= sparse_bits(self.density) / present.every
+    @staticmethod
+    def _rate(every: int, density: float) -> float:
+        """Bits an element and step."""
+        return sparse_bits(density) / every
 
     def _decision(self, every: int, density: float, seconds: float, step: float, why: str) -> Decision:
         most = max(self.auto.reach, every)
@@ -254,7 +284,7 @@ class Planner:
         for name, seconds in self.steps.items():
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
         for name, fit in self.links.items():
-            found[f"link.{name}"] = torch.tensor(fit.sums, dtype=torch.float64)
+            found[f"link.{name}"] = torch.tensor([(fit.delay, fit.slope), *fit.rounds], dtype=torch.float64)
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -264,8 +294,8 @@ class Planner:
         self.looked = int(state["looked"])
         own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
         self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
-        self.links = {
-            name.removeprefix("link."): LinkFit([float(x) for x in tensor])
-            for name, tensor in state.items()
-            if name.startswith("link.")
-        }
+        self.links = {}
+        for name, tensor in state.items():
+            if name.startswith("link."):
+                (delay, slope), *rounds = [(float(x), float(y)) for x, y in tensor]
+                self.links[name.removeprefix("link.")] = LinkFit(rounds, delay, slope)
