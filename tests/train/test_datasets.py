@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightgrad.errors import DataError
-from weightgrad.train import datasets
+from weightgrad.train import datasets, digits
 from weightgrad.train.datasets import Dataset, TextDataset
 from weightgrad.train.sets import SETS
 
@@ -139,3 +139,14 @@ def test_a_file_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
 def test_mistakes_are_named(name: str, limit: int | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
         datasets.load(name, limit=limit)
+
+
+def test_digits_are_those_that_scikit_learn_loads() -> None:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    found = digits.load(0)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8)[order] / 16
+    assert torch.equal(torch.cat([found.train_images, found.test_images]), images)
+    assert torch.equal(torch.cat([found.train_labels, found.test_labels]), torch.from_numpy(labels).long()[order])

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.lan import Lan
 from weightgrad.site.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 
 class Bridge:
@@ -32,7 +37,7 @@ class Bridge:
                 raise StrategyError(f"{name} is {parameter.dtype}; only dense floating-point parameters can be shared")
         self.parameters = [parameter for _, parameter in named]
         self.layout = Layout.of_shapes((name, tuple(p.shape)) for name, p in named)
-        self.partitioned = any(isinstance(p, DTensor) for p in self.parameters)
+        self.partitioned = any(_in_parts(p) for p in self.parameters)
         self._views = all(_plain(p) for p in self.parameters)
 
     @torch.no_grad()
@@ -163,8 +168,8 @@ class UserMover:
                 value: Tensor | float = tensor.clone()
                 if name.endswith("#"):
                     name, value = name[:-1], float(tensor)
-                elif isinstance(parameter, DTensor) and tensor.shape == parameter.to_local().shape and tensor.dim():
-                    value = DTensor.from_local(tensor.clone(), parameter.device_mesh, parameter.placements)
+                elif _in_parts(parameter) and tensor.shape == parameter.to_local().shape and tensor.dim():
+                    value = parameter.from_local(tensor.clone(), parameter.device_mesh, parameter.placements)
                 elif tensor.dim() and isinstance(value, Tensor):
                     value = value.to(parameter.device)
                 self._optimizer.state[parameter][name] = value
@@ -184,9 +189,15 @@ def first_difference(mine: Layout, theirs: Sequence[tuple[str, Sequence[int]]]) 
     return None
 
 
+def _in_parts(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether it is a DTensor; there are none where their module, a second long, was never loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _plain(parameter: nn.Parameter) -> bool:
     return (
-        not isinstance(parameter, DTensor)
+        not _in_parts(parameter)
         and parameter.device.type == "cpu"
         and parameter.dtype == torch.float32
         and parameter.is_contiguous()
@@ -194,15 +205,17 @@ def _plain(parameter: nn.Parameter) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if _in_parts(tensor) else tensor
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _in_parts(tensor) else tensor
 
 
 def _put(target: Tensor, view: Tensor) -> None:
-    if isinstance(target, DTensor):
+    if _in_parts(target):
+        from torch.distributed.tensor import distribute_tensor
+
         full = view.to(target.device_mesh.device_type)
         cut = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(cut.to_local())

@@ -8,9 +8,12 @@ Everything that is random follows from a seed.
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,15 +40,23 @@ class Digits:
 
 def load(seed: int = 0) -> Digits:
     """All images in an order that the seed decides; the last TEST_IMAGES of them are for testing."""
-    require("sklearn", "scikit-learn")
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = _read()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    images = (torch.from_numpy(pixels).float() / 16).view(-1, 1, 8, 8)[order]
-    answers = torch.from_numpy(labels).long()[order]
+    images = (pixels.float() / 16).view(-1, 1, 8, 8)[order]
+    answers = labels.long()[order]
     cut = len(order) - TEST_IMAGES
     return Digits(images[:cut], answers[:cut], images[cut:], answers[cut:])
+
+
+def _read() -> tuple[Tensor, Tensor]:
+    """Pixels and labels, from the wheel's own file: importing scikit-learn takes longer than the training does."""
+    require("sklearn", "scikit-learn")
+    found = importlib.util.find_spec("sklearn")
+    assert found is not None
+    assert found.origin is not None
+    with gzip.open(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as lines:
+        table = torch.from_numpy(np.loadtxt(lines, delimiter=","))
+    return table[:, :-1], table[:, -1]
 
 
 def batches(digits: Digits, *, steps: int, workers: int, batch: int, seed: int = 0) -> Tensor:
