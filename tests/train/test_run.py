@@ -64,7 +64,8 @@ def test_one_site_with_fp32_is_plain_pytorch_bit_for_bit(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_reads_digits(name: str, tmp_path: Path) -> None:
-    summary = simulate(LAPTOP.with_settings([f"strategy={name}", "training.evaluate_every=100"]), tmp_path)
+    short = [f"strategy={name}", "training.steps=200", "training.evaluate_every=100"]
+    summary = simulate(LAPTOP.with_settings(short), tmp_path)
     assert summary["status"] == "finished"
     assert summary["accuracy"] >= 0.95
     rounds = [e for e in ledger.read(tmp_path / "ledger.jsonl") if e["kind"] == "round"]

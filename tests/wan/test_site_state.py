@@ -161,7 +161,7 @@ class World:
 def deterministic(name: str) -> bool:
     """Whether a run of this row does not depend on how fast messages are."""
     row = TABLE[name]
-    return row.consistency == "sync" and not parts.parse("trigger", row.trigger).calls
+    return row.consistency == "sync" and not parts.parse("trigger", row.trigger).calls and row.auto is None
 
 
 @cache
