@@ -160,6 +160,8 @@ def test_settings_make_what_is_not_there_and_replace_what_is() -> None:
     again = recipe.with_settings(["strategy.codec=ef(qsgd(bits=4))"])
     assert again.strategy.overrides == {"every": 9, "codec": "ef(qsgd(bits=4))"}
     assert again.with_settings(["strategy=gaia"]).strategy == StrategyChoice("gaia")
+    short = again.with_settings(["strategy=diloco", "strategy.every=20"])
+    assert short.strategy == StrategyChoice("diloco", {"every": 20}), "as the README has it"
     default = Recipe.parse(TEXT.replace("strategy: gaia\n", ""))
     assert default.with_settings(["strategy.every=2"]).strategy == StrategyChoice("weightgrad", {"every": 2})
 

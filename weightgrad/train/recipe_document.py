@@ -21,6 +21,7 @@ from weightgrad.errors import RecipeError
 Loc: TypeAlias = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 _MAX_VALUES = 100_000
+_NAMED: tuple[Loc, ...] = (("strategy",),)  # where a name alone is short for {name: it}
 _MAX_DEPTH = 30
 _MAX_WHOLE = 2**63 - 1
 
@@ -144,6 +145,8 @@ class Document:
                 if isinstance(holder, dict) and holder.get(str(slot)) is None:
                     holder[slot] = {}
                     places[here] = setting
+                elif here in _NAMED and isinstance(holder[slot], str):
+                    holder[slot] = {"name": holder[slot]}
                 holder = holder[slot]
         return Document(self.name, value, places, self.mistakes)
 
