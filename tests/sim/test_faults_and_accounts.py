@@ -174,7 +174,7 @@ def test_answers_that_come_while_a_site_waits_are_handed_to_its_workers(
         return found
 
     def watch_hand_on(self: SimSite) -> float:
-        handed.extend((self.place.name, answer.version) for answer in self.applied)
+        handed.extend((self.place.name, one.version) for one in self.applied if isinstance(one, Answer))
         return hand_on(self)
 
     monkeypatch.setattr(SiteEnd, "settle", watch_settle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weightgrad.codecs import Fp32
+from weightgrad.kernels import fixed
 from weightgrad.wan.base import Base
 from weightgrad.wan.messages import Answer, Part, Push, Welcome
 from weightgrad.wan.site_end import SiteEnd
@@ -55,3 +56,25 @@ def test_an_answer_to_two_pushes_comes_when_the_first_of_them_is_due() -> None:
     assert one.in_flight == 1
     assert one.blocked(0.0) is None
     assert torch.isfinite(one.model).all()
+
+
+def test_what_a_push_holds_back_leaves_the_model_with_it() -> None:
+    """And stays pending; a site that goes on from base and pending keeps it, and so does one that waits."""
+    for settings, lets_go in (
+        ({"up": "ef(topk(0.2))", "overlap": 2, "resume": "base"}, True),
+        ({"up": "ef(topk(0.2))", "overlap": 2, "resume": "base_and_pending"}, False),
+        ({"up": "ef(topk(0.2))", "overlap": 0, "resume": "base"}, False),
+    ):
+        plan = find("diloco", {"every": 1, **settings}).for_site()
+        one = SiteEnd("a", Base(LAYOUT, noise(99), optimizer=None, rate=lambda step: 0.1), plan, samples=4, key=1)
+        one.receive(Welcome(0, 1, 0, 0), 0.0)
+        before = one.model.clone()
+        push = step(one)
+        sent = torch.zeros_like(before)
+        for part in push.parts:
+            part.into(sent, fixed.ADD)
+        assert one.let_go is lets_go
+        assert torch.allclose(sent + one.pending.held, noise(0), atol=1e-6)
+        wanted = sent if lets_go else noise(0)
+        assert torch.allclose(one.model, before + wanted, atol=1e-6)
+        assert bool(one.pending.held.any())

@@ -66,7 +66,7 @@ def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float) -> N
     pace = found.now.pace
     assert pace.every > Auto().every or pace.up != Auto().codec(Auto().density)
     bits = NUMEL * (sparse_bits(found.density) + sparse_bits(Auto().down(found.density)))
-    assert bits / bit_s <= 2 * pace.every * 0.03, "its bytes hide"
+    assert bits / bit_s <= pace.every * 0.03, "its bytes hide"
     assert 2 * delay <= 1.3 * pace.overlap * 0.03, "and so does its answer"
 
 
@@ -99,9 +99,9 @@ def test_one_disturbed_round_does_not_starve_it(before: int, seconds: float) -> 
     for name in SITES:
         found.observe(name, Report(0.03), seconds, 200_000)
     found.decide(SITES)
-    assert found._rate(found.now.pace.every, found.density) >= found._rate(2, 0.1) / 4
+    assert found._rate(found.now.pace.every, found.density) >= found._rate(4, 0.1) / 4
     drive(found, 100e6, 0.02, 0.03, rounds=4)
-    assert (found.now.pace.every, found.density) == (2, 0.1)
+    assert (found.now.pace.every, found.density) == (4, 0.1)
 
 
 def test_it_slows_by_steps() -> None:
@@ -111,7 +111,7 @@ def test_it_slows_by_steps() -> None:
         rate = found._rate(found.now.pace.every, found.density)
         drive(found, 1e5, 0.02, 0.03, rounds=1)
         assert found._rate(found.now.pace.every, found.density) >= rate / 4
-    assert found.now.pace.every > 2
+    assert found.now.pace.every > 4
 
 
 def test_speed_and_delay_keep_their_proportion_while_sizes_stay_the_same() -> None:

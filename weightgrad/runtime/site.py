@@ -284,7 +284,7 @@ class Site:
         if self._end is not None and self._wan is not None:
             self._end.rate = self._rate if self.strategy is not None and self.strategy.shares == "gradients" else None
             self._wan.send(self._end.stepped(self._wan.now, gradient))
-            moved = self._wan.until_free() or moved
+            moved = self._wan.until_free() or moved or self._end.let_go
             self.steps = self._end.step
         self.steps = self.lan.number_from_first(self.steps)
         if self._spread(moved):

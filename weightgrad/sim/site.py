@@ -18,7 +18,7 @@ from weightgrad.site.allreduce import QuantizedAllreduce
 from weightgrad.site.local_server import Combiner, LocalServer
 from weightgrad.site.worker import GradientEncoder
 from weightgrad.wan.base import Base
-from weightgrad.wan.messages import Answer, numel, parts_bytes
+from weightgrad.wan.messages import Answer, Push, numel, parts_bytes
 from weightgrad.wan.site_end import SiteEnd
 
 
@@ -59,7 +59,7 @@ class SimSite:
     life: int = 0  # counts deaths, so that events of an earlier life are void
     waiting_since: float | None = None
     encoded: float = 0.0  # when the last push has been encoded: the next leaves after it
-    applied: list[Answer] = field(default_factory=list)  # answers the workers have not been handed yet
+    applied: list[Answer | Push] = field(default_factory=list)  # what moved the model and workers have not been handed
 
     def __post_init__(self) -> None:
         strategy, layout = self.plan.strategy, self.task.layout
@@ -208,16 +208,16 @@ class SimSite:
         return lan.gather([s + coding for s in starts], sizes) + decoding, coding + decoding
 
     def _hand_on(self) -> float:
-        """Seconds to decode the answers and to hand them to workers that have replicas of their own."""
+        """Seconds to decode what moved the model and to hand it to workers that have replicas of their own."""
         if not self.applied:
             return 0.0
         applied, self.applied = self.applied, []
         workers, down = self.place.workers, self.plan.strategy.wan_codec("down")
-        moved = sum(numel(answer.parts) for answer in applied)
+        moved = sum(numel(one.parts) for one in applied)
         seconds = codec_time.decode_seconds(down, moved, self.plan.codec_speed)
         self.times.codec += seconds
         if not self._spreads and workers > 1:
-            nbytes = sum(parts_bytes(answer.parts) for answer in applied)
+            nbytes = sum(parts_bytes(one.parts) for one in applied)
             lan = self.place.lan.broadcast(workers, nbytes)
             self.times.lan += lan
             self.times.lan_bytes += (workers - 1) * nbytes

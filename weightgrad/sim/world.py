@@ -177,6 +177,8 @@ class World:
         if done.gradient is not None:
             one.end.rate = self.plan.rate(one.end.step)  # goes with shared gradients, as in the field
         messages = one.end.stepped(now, done.gradient)
+        if one.end.let_go:
+            one.applied += [message for message in messages if isinstance(message, Push)]
         self._loss = done.loss
         self.ledger.write("step", now, site=one.place.name, step=one.end.step, loss=done.loss)
         if not math.isfinite(done.loss):

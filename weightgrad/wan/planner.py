@@ -7,7 +7,7 @@ order of preference, the first pace whose bytes hide behind the compute between 
 within `reach` steps:
 
 1. nothing encoded, every step, where every link is faster than the codecs are;
-2. rounds every `every` steps (something is sent in every second one) with the `density` that training hardly feels;
+2. rounds every `every` steps with the `density` that training hardly feels;
 3. sparser, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
@@ -36,7 +36,6 @@ from weightgrad.errors import StrategyError
 from weightgrad.units import show_bit_s
 from weightgrad.wan.pace import Pace, Report
 from weightgrad.wan.parts import check, part
-from weightgrad.wan.triggers import SENDS
 
 CODEC_BYTES_S = 3e9  # float32 encoded and decoded again, on one core: see docs/codec-speed.md
 _HIDDEN = 0.8  # of the compute between two rounds may be the exchange
@@ -45,6 +44,7 @@ _STAY = 1.3  # longer than `reach` an answer may take before rounds get fewer
 _SLOWER = 4.0  # times fewer bytes, at most, from one pace to the next
 _WINDOW = 9  # rounds of a site that the fit goes by
 _APART = 1.2  # times as large a round must be to tell speed from delay
+_LEAST_S = 1e-9  # a link that takes less says nothing
 _PROBE = 0.25  # density of the first round: two sizes tell delay and speed apart
 
 
@@ -75,7 +75,7 @@ class Fixed:
 class Auto:
     """Rounds, density and overlap from measured steps and links."""
 
-    every: int = 2
+    every: int = 4
     density: float = 0.1
     least: float = 0.0025
     at_most: int = 64
@@ -150,7 +150,7 @@ class LinkFit:
                 self.delay, self.slope = 0.0, median(y / x for x, y in self.rounds if x > 0)
             return
         expected = [self.delay + self.slope * x for x, _ in self.rounds]
-        if min(expected) > 0:
+        if min(expected) > _LEAST_S:
             factor = median(y / wanted for (_, y), wanted in zip(self.rounds, expected, strict=True))
             self.delay, self.slope = factor * self.delay, factor * self.slope
         else:  # all of one size so far: take all of it for delay, and look closer when the size changes
@@ -233,7 +233,7 @@ class Planner:
             share = _HIDDEN if rate <= _SLOWER * least else _EAGER
             patience = _STAY if every == self.now.pace.every else 1.0
             if (
-                self._busy(lines, density) <= share * SENDS * every * step
+                self._busy(lines, density) <= share * every * step
                 and delay <= patience * max(self.auto.reach, every) * step
             ):
                 break

@@ -92,6 +92,7 @@ class SiteEnd:
         self._previous = self.model.clone() if (wants or plan.selector.needs_step) else None
         self._step_update: Tensor | None = None
         self._done: Tensor | None = None  # shared gradients since something was sent, where a trigger asks
+        self.let_go = False  # whether the last step ended with what was held back leaving the model
 
     # -- membership -------------------------------------------------------------------------
 
@@ -181,10 +182,10 @@ class SiteEnd:
         if fresh is not None:
             self._place(fresh, answer)
 
-    def _place(self, fresh: Tensor, answer: Answer | None) -> None:
+    def _place(self, fresh: Tensor | None, answer: Answer | None) -> None:
         """Put the model where `resume` says; `fresh`, what was done since the last push, stays pending."""
         share = self.plan.resume.own_share
-        if share and answer is not None:
+        if share and answer is not None and fresh is not None:
             for part in answer.parts:
                 here = slice(part.start, part.start + part.payload.numel)
                 self.model[here].mul_(share).add_(self.base.vector[here], alpha=1 - share)
@@ -196,7 +197,10 @@ class SiteEnd:
                     part.into(self._mark, fixed.ADD)
             if self.plan.resume.with_pending:
                 self._mark += self.pending.held
-            torch.add(self._mark, fresh, out=self.model)
+            if fresh is None:
+                self.model.copy_(self._mark)
+            else:
+                torch.add(self._mark, fresh, out=self.model)
         if self._previous is not None:
             self._previous.copy_(self.model)
 
@@ -205,6 +209,7 @@ class SiteEnd:
     def stepped(self, now: float, gradient: Tensor | None = None) -> list[Message]:
         """A local step is done: `model` has moved, or here is the gradient. Maybe a round starts."""
         self.step += 1
+        self.let_go = False
         self._stopwatch.ends(now)
         if self._previous is not None:
             self._step_update = self.model - self._previous if gradient is None else gradient
@@ -228,7 +233,18 @@ class SiteEnd:
                 self.pending.put(gradient)
             return [self._begin(now, torch.zeros_like(self.model), _NOTHING, 0)]
         self._sent_step, self._done = self.step, None
-        return [self._begin(now, self._fresh(gradient), self.plan.selector, self.plan.trigger.fragment(moment))]
+        push = self._begin(now, self._fresh(gradient), self.plan.selector, self.plan.trigger.fragment(moment))
+        self.let_go = self._lets_go
+        if self.let_go:
+            self._place(None, None)
+        return [push]
+
+    @property
+    def _lets_go(self) -> bool:
+        """Whether what a push holds back leaves the model with it, and not only when the answer comes."""
+        plan = self.plan
+        from_base = not (plan.shares_gradients or plan.resume.with_pending or plan.resume.own_share)
+        return from_base and self.overlap > 0
 
     def finish(self, now: float) -> list[Message]:
         """Training is over: send all that is pending."""

@@ -383,7 +383,7 @@ TABLE = _table(
         about="no tuning: rounds, density and overlap from measured steps and links, so that the WAN hides",
         shares="updates",
         gradients="qsgd(bits=8)",
-        trigger="paced(2)",
+        trigger="paced(4)",
         planner="auto()",
         up="ef(topk(0.1) > sign())",
         down="ef(topk(0.2) > sign())",

@@ -20,8 +20,6 @@ from torch import Tensor
 from weightgrad.errors import StrategyError
 from weightgrad.wan.parts import check, part
 
-SENDS = 2  # rounds between two in which a paced site sends something
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -78,13 +76,9 @@ class Every(Trigger):
 @part("trigger", "paced")
 @dataclass(frozen=True)
 class Paced(Trigger):
-    """As often as the server says, every `steps` steps until it does; something is sent in every second round.
+    """As often as the server says, every `steps` steps until it does."""
 
-    The rounds in between bring the model back to the base soon after a push: what was held back leaves it then, and
-    not only with the answer. On CIFAR-10 that is worth more than a point, and costs 80 bytes.
-    """
-
-    steps: int = 2
+    steps: int = 4
 
     def __post_init__(self) -> None:
         check("paced", "steps", self.steps, 1, 10**9, whole=True)
@@ -92,10 +86,6 @@ class Paced(Trigger):
     def fires(self, moment: Moment) -> bool:
         """So many steps after the last round began."""
         return moment.round_since >= (moment.every or self.steps)
-
-    def sends(self, moment: Moment) -> bool:
-        """In every second round."""
-        return moment.since >= SENDS * (moment.every or self.steps)
 
 
 @part("trigger", "staggered")
