@@ -6,6 +6,7 @@ time, and the same as the simulator.
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from itertools import pairwise
@@ -24,6 +25,7 @@ class Lan:
         if group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             _gather(backend, timedelta(seconds=timeout))
+            atexit.register(_part)
         self._here = dist.is_available() and dist.is_initialized()
         self._group = group
         self.rank: int = dist.get_rank(group) if self._here else 0
@@ -125,6 +127,12 @@ def _gather(backend: str, timeout: timedelta) -> None:
     met = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     store = dist.PrefixStore(life, met)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _part() -> None:
+    """At the very end: a process that exits while Gloo's threads run may abort, and torchrun would start it again."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _speaks_cpu(group: dist.ProcessGroup | None) -> bool:
