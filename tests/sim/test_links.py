@@ -246,13 +246,39 @@ def test_the_window_doubles_every_round_trip(windows: int, trips: int) -> None:
 
 
 def test_many_chunks_start_on_many_connections() -> None:
-    assert took(4 * 256 * 1024)[0] < took(256 * 1024)[0] + 0.2
+    assert took(4 << 20)[0] < took(1 << 20)[0] + 0.2
 
 
 def test_a_link_in_use_stays_open_and_an_idle_one_closes() -> None:
     first, soon, late = took(10 * FIRST, (0.0, 1.0, 60.0))
     assert soon < first
     assert late == pytest.approx(first)
+
+
+@pytest.mark.parametrize(("pause", "windows"), [(0.3, 4), (0.5, 2), (0.9, 1), (9.0, 1)])
+def test_silence_halves_the_window_for_every_time_out(pause: float, windows: int) -> None:
+    """Seven windows leave it at four; a time-out is a round trip and 0.2 s."""
+    net = Net(Link(("hub", "a"), 100 * MB, 0.1), windows=True)
+    net.send(0.0, "one", "a", "hub", 7 * FIRST)
+    net.go()
+    begins = net.arrived["one"] - 0.1 + pause
+    net.send(begins, "two", "a", "hub", 4 * FIRST)
+    net.go()
+    trips = {4: 0, 2: 1, 1: 2}[windows]
+    assert net.arrived["two"] - begins == pytest.approx(0.1 + 0.2 * trips, abs=0.01)
+
+
+def test_who_acknowledges_has_spoken() -> None:
+    """A message the other way arrives in the middle of the pause."""
+    net = Net(Link(("hub", "a"), 100 * MB, 0.1), windows=True)
+    net.send(0.0, "one", "a", "hub", 7 * FIRST)
+    net.go()
+    ended = net.arrived["one"] - 0.1
+    net.send(ended + 0.2, "back", "hub", "a", 100)
+    net.go()
+    net.send(ended + 0.5, "two", "a", "hub", 4 * FIRST)
+    net.go()
+    assert net.arrived["two"] - ended - 0.5 == pytest.approx(0.1, abs=0.01)
 
 
 def test_a_large_message_ends_at_full_speed() -> None:

@@ -56,24 +56,18 @@ class Chunk:
     data: Data
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cut:
-    """How long the chunks of a message are. Both ends must cut alike.
+    """How long the chunks of a message are, but the last. Both ends must cut alike.
 
-    Short chunks share a thin link evenly; long ones cost less time each. So a message is cut
-    into some 64, within limits.
+    What is shorter goes by one connection: over several, the one with the smallest window would hold the others back.
     """
 
-    smallest: int = 256 * 1024
-    largest: int = 1024 * 1024
-
-    def size(self, total: int) -> int:
-        """The length of every chunk but the last of a message of `total` bytes."""
-        return min(max(-(-total // 64), self.smallest), self.largest)
+    length: int = 1024 * 1024
 
     def count(self, total: int) -> int:
         """How many chunks such a message has; an empty one has one, which is empty."""
-        return max(1, -(-total // self.size(total)))
+        return max(1, -(-total // self.length))
 
 
 DEFAULT_CUT = Cut()

@@ -78,7 +78,7 @@ class Incoming:
         with self.changed:
             if self._closed or 1 <= chunk.message < self._expected:
                 return
-            size = self._cut.size(chunk.total)
+            size = self._cut.length
             index, rest = divmod(chunk.offset, size)
             wanted = min(size, chunk.total - chunk.offset)
             if chunk.message < 1 or rest or index >= self._cut.count(chunk.total) or len(chunk.data) != wanted:

@@ -26,7 +26,7 @@ LANE_KEY = "wg-lane"
 
 MAX_LANES = 64
 # A chunk and its header; also the most that Enter's request or answer may have.
-MAX_RECORD_BYTES = DEFAULT_CUT.largest + 64 * 1024
+MAX_RECORD_BYTES = DEFAULT_CUT.length + 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)

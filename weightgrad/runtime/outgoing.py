@@ -54,7 +54,7 @@ class Outgoing:
         view = memoryview(data).cast("B")
         with self.changed:
             self._last += 1
-            self._messages[self._last] = _OnItsWay(view, self._cut.size(len(view)), self._cut.count(len(view)))
+            self._messages[self._last] = _OnItsWay(view, self._cut.length, self._cut.count(len(view)))
             self.changed.notify_all()
             return self._last
 

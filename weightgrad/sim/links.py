@@ -7,9 +7,10 @@ connection gets at most MSS/RTT * sqrt(3/2)/sqrt(loss) (Mathis et al., 1997), CO
 carry a message, and lost bytes are sent again. A cut link moves nothing; what is on its way goes on
 when it heals. Messages of one direction arrive in the order in which they were sent, as on any stream.
 
-A direction that has been quiet starts slowly, as TCP does (`windows`): in a round trip no more leaves than its
-window, which doubles while it is the limit and starts again when the link was idle for a retransmission time-out.
-`weightgrad validate` compares all this with real links. Bandwidth is what a stream gets, as iperf measures it.
+A direction starts slowly, as TCP does (`windows`): in a round trip no more leaves than its window, which doubles while
+it is the limit. A sender that was silent gets half of it back for every retransmission time-out that has passed, as
+Linux does; a message that has arrived is acknowledged, so its receiver has spoken then. `weightgrad validate`
+compares all this with real links. Bandwidth is what a stream gets, as iperf measures it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 MSS_BYTES = 1460
 CONNECTIONS = 4
-CHUNK_BYTES = 256 * 1024  # a message is spread over so many connections as it has chunks
+CHUNK_BYTES = 1024 * 1024  # a message is spread over so many connections as it has chunks
 FIRST_WINDOW_BYTES = 10 * 1448  # of a connection (RFC 6928)
 LEAST_TIMEOUT_SECONDS = 0.2  # on top of the round trip
 
@@ -69,10 +70,19 @@ class Window:
     size: float = 0.0
     left: float = math.inf  # of it, until
     until: float = -math.inf
-    quiet_since: float = 0.0
+    spoke: float = 0.0  # when something was last sent
+
+    def speaks(self, now: float) -> None:
+        """Something is sent, be it an acknowledgement: a sender that was silent for long starts lower."""
+        timeout = self.round_trip + LEAST_TIMEOUT_SECONDS
+        halvings = math.ceil((now - self.spoke) / timeout) - 1
+        if halvings > 0:
+            self.size = math.ldexp(self.size, -halvings)
+        self.spoke = max(self.spoke, now)
 
     def wakes(self, now: float, nbytes: int, rate: float) -> None:
         """Something is to be sent again."""
+        self.speaks(now)
         first = FIRST_WINDOW_BYTES * min(CONNECTIONS, max(1, math.ceil(nbytes / CHUNK_BYTES)))
         self.size = max(first, self.size)
         if now >= self.until:
@@ -146,7 +156,6 @@ class Links:
         self.bytes[place][self._side(place, receiver)] += nbytes
         self._advance(now)
         window = self._windows.get((place, upward))
-        self._heard(place, now, idle=not any(f.link == place for f in self._flows))
         if window is not None and not any((f.link, f.upward) == (place, upward) for f in self._flows):
             window.wakes(now, nbytes, self._rate(now, place, upward))
         self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
@@ -189,15 +198,6 @@ class Links:
                 due = min(due, now + window.left / speed[lane])
         return due
 
-    def _heard(self, place: int, now: float, *, idle: bool) -> None:
-        """Something moves on the link. What goes one way is acknowledged the other way: both were idle, or none."""
-        for upward in (True, False):
-            window = self._windows.get((place, upward))
-            if window is not None:
-                if idle and now - window.quiet_since > window.round_trip + LEAST_TIMEOUT_SECONDS:
-                    window.size = 0.0
-                window.quiet_since = now
-
     def _speeds(self) -> dict[tuple[int, bool], float]:
         found: dict[tuple[int, bool], float] = {}
         for flow in self._flows:
@@ -220,8 +220,11 @@ class Links:
                 behind.add(lane)
                 kept.append(flow)
         self._flows = kept
-        for link in {f.link for f in arrived}:
-            self._heard(link, now, idle=False)
+        for flow in arrived:
+            own, other = ((flow.link, way) for way in (flow.upward, not flow.upward))
+            if own in self._windows:
+                self._windows[own].spoke = now
+                self._windows[other].speaks(now + self.links[flow.link].delay_seconds)
         self._share(now)
         return [(self.links[f.link].delay_seconds, f.arrive) for f in arrived]
 
