@@ -9,8 +9,9 @@ when it heals. Messages of one direction arrive in the order in which they were 
 
 A direction starts slowly, as TCP does (`windows`): in a round trip no more leaves than its window, which doubles while
 it is the limit. A sender that was silent gets half of it back for every retransmission time-out that has passed, as
-Linux does; a message that has arrived is acknowledged, so its receiver has spoken then. `weightgrad validate`
-compares all this with real links. Bandwidth is what a stream gets, as iperf measures it.
+Linux does; who receives has spoken too, at the first byte (gRPC measures the line) and at the last (it is
+acknowledged). `weightgrad validate` compares all this with real links. Bandwidth is what a stream gets, as iperf
+measures it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CONNECTIONS = 4
 CHUNK_BYTES = 1024 * 1024  # a message is spread over so many connections as it has chunks
 FIRST_WINDOW_BYTES = 10 * 1448  # of a connection (RFC 6928)
 LEAST_TIMEOUT_SECONDS = 0.2  # on top of the round trip
+LEAST_QUEUE_SECONDS = 0.05  # what waits in front of a link; else a round trip's worth
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,11 @@ class Window:
     left: float = math.inf  # of it, until
     until: float = -math.inf
     spoke: float = 0.0  # when something was last sent
+    queued: float = 0.0  # seconds that its packets wait in front of the link, on average
 
     def speaks(self, now: float) -> None:
         """Something is sent, be it an acknowledgement: a sender that was silent for long starts lower."""
-        timeout = self.round_trip + LEAST_TIMEOUT_SECONDS
+        timeout = self.round_trip + self.queued + LEAST_TIMEOUT_SECONDS
         halvings = math.ceil((now - self.spoke) / timeout) - 1
         if halvings > 0:
             self.size = math.ldexp(self.size, -halvings)
@@ -85,6 +88,7 @@ class Window:
         self.speaks(now)
         first = FIRST_WINDOW_BYTES * min(CONNECTIONS, max(1, math.ceil(nbytes / CHUNK_BYTES)))
         self.size = max(first, self.size)
+        self.queued = min(nbytes / rate, max(self.round_trip, LEAST_QUEUE_SECONDS)) / 2 if rate > 0 else 0.0
         if now >= self.until:
             self._turn(now, rate)
 
@@ -158,6 +162,7 @@ class Links:
         window = self._windows.get((place, upward))
         if window is not None and not any((f.link, f.upward) == (place, upward) for f in self._flows):
             window.wakes(now, nbytes, self._rate(now, place, upward))
+            self._windows[place, not upward].speaks(now + self.links[place].delay_seconds)
         self._flows.append(_Flow(place, upward, float(nbytes), arrive, sender, receiver))
         self._share(now)
 

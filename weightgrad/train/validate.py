@@ -23,7 +23,7 @@ from weightgrad.train import emulated
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.run import simulate
 
-_FREE = ("links.{}.bandwidth=2 Gbit/s", "links.{}.delay=0.2 ms")
+_FREE = ("links.{}.bandwidth=2 Gbit/s", "links.{}.delay=5 ms")  # without any delay all processes would work at once
 _WARM = 0.2  # of the steps are not counted: connections are opened, processes find their pace
 
 
