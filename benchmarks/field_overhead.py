@@ -46,7 +46,7 @@ class Plan:
     subjects: tuple[Subject, ...] = (Subject("cifarnet", 64), Subject("mlp", 128))
     strategies: tuple[str, ...] = ("baseline", "diloco", "weightgrad")
     ranks: tuple[int, ...] = (1, 2)
-    seconds: float = 60.0
+    seconds: float = 15.0
     blocks: int = 8  # at least
 
 

@@ -31,7 +31,7 @@ COLUMNS = [
 class Plan:
     """What is measured."""
 
-    times: int = 7
+    times: int = 3
     settle: int = 70  # steps between two events; a site writes its state every 50
 
 

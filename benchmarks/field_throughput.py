@@ -37,8 +37,8 @@ class Plan:
     sites: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     numels: tuple[int, ...] = (1_000_000, 10_000_000)
     codecs: tuple[str, ...] = CODECS
-    states: tuple[bool, ...] = (False, True)
-    seconds: float = 4.0
+    states: tuple[bool, ...] = (True,)
+    seconds: float = 2.0
     warm: int = 3
 
 
