@@ -255,16 +255,16 @@ def test_a_link_in_use_stays_open_and_an_idle_one_closes() -> None:
     assert late == pytest.approx(first)
 
 
-@pytest.mark.parametrize(("pause", "windows"), [(0.3, 4), (0.5, 2), (0.9, 1), (9.0, 1)])
+@pytest.mark.parametrize(("pause", "windows"), [(0.3, 8), (0.6, 4), (1.2, 2), (9.0, 1)])
 def test_silence_halves_the_window_for_every_time_out(pause: float, windows: int) -> None:
-    """Seven windows leave it at four; a time-out is a round trip and 0.2 s."""
+    """Seven windows leave it at eight; a time-out is a round trip and, after three of them, 0.28 s."""
     net = Net(Link(("hub", "a"), 100 * MB, 0.1), windows=True)
     net.send(0.0, "one", "a", "hub", 7 * FIRST)
     net.go()
     begins = net.arrived["one"] - 0.1 + pause
-    net.send(begins, "two", "a", "hub", 4 * FIRST)
+    net.send(begins, "two", "a", "hub", 8 * FIRST)
     net.go()
-    trips = {4: 0, 2: 1, 1: 2}[windows]
+    trips = {8: 0, 4: 1, 2: 2, 1: 3}[windows]
     assert net.arrived["two"] - begins == pytest.approx(0.1 + 0.2 * trips, abs=0.01)
 
 
@@ -276,9 +276,9 @@ def test_who_acknowledges_has_spoken() -> None:
     ended = net.arrived["one"] - 0.1
     net.send(ended + 0.2, "back", "hub", "a", 100)
     net.go()
-    net.send(ended + 0.5, "two", "a", "hub", 4 * FIRST)
+    net.send(ended + 0.6, "two", "a", "hub", 8 * FIRST)
     net.go()
-    assert net.arrived["two"] - ended - 0.5 == pytest.approx(0.1, abs=0.01)
+    assert net.arrived["two"] - ended - 0.6 == pytest.approx(0.1, abs=0.01)
 
 
 def test_a_large_message_ends_at_full_speed() -> None:

@@ -70,14 +70,19 @@ class Window:
 
     round_trip: float
     size: float = 0.0
-    left: float = math.inf  # of it, until
+    trip: float = 0.0  # what it was as this round trip began
+    left: float = math.inf  # of that, until
     until: float = -math.inf
     spoke: float = 0.0  # when something was last sent
     queued: float = 0.0  # seconds that its packets wait in front of the link, on average
+    spread: float = 0.0  # what the time-out has on top: twice the first round trip, less with every other
+
+    def __post_init__(self) -> None:
+        self.spread = max(LEAST_TIMEOUT_SECONDS, 2 * self.round_trip)
 
     def speaks(self, now: float) -> None:
         """Something is sent, be it an acknowledgement: a sender that was silent for long starts lower."""
-        timeout = self.round_trip + self.queued + LEAST_TIMEOUT_SECONDS
+        timeout = self.round_trip + self.queued + self.spread
         halvings = math.ceil((now - self.spoke) / timeout) - 1
         if halvings > 0:
             self.size = math.ldexp(self.size, -halvings)
@@ -94,10 +99,18 @@ class Window:
 
     def grows(self, now: float, rate: float) -> None:
         """It was the limit for a whole round trip."""
-        self.size *= 2
+        self.size = 2 * self.trip
         self._turn(now, rate)
 
+    def ends(self, now: float) -> None:
+        """All has left: what was sent in this round trip will have been acknowledged before the next message."""
+        self.spoke = now
+        if self.left < math.inf:
+            self.size = 2 * self.trip - self.left
+
     def _turn(self, now: float, rate: float) -> None:
+        self.spread -= (self.spread - LEAST_TIMEOUT_SECONDS) / 4
+        self.trip = self.size
         self.left = math.inf if self.size >= rate * self.round_trip else self.size
         self.until = now + self.round_trip
 
@@ -228,7 +241,7 @@ class Links:
         for flow in arrived:
             own, other = ((flow.link, way) for way in (flow.upward, not flow.upward))
             if own in self._windows:
-                self._windows[own].spoke = now
+                self._windows[own].ends(now)
                 self._windows[other].speaks(now + self.links[flow.link].delay_seconds)
         self._share(now)
         return [(self.links[f.link].delay_seconds, f.arrive) for f in arrived]

@@ -7,6 +7,7 @@ not in the way; everything else is its own prediction.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -147,9 +148,26 @@ class Validation:
 
     def compare(self, recipe: Recipe, label: str, place: str) -> Comparison:
         """One recipe in both worlds."""
+        summary, real = self._emulated(recipe, self.out / place / "emulated")
+        return self._compared(recipe, label, place, summary, real)
+
+    def again(self) -> list[Comparison]:
+        """What was emulated in `out` before, in the order of that, beside what the simulator says of it now."""
+        found = []
+        for path in sorted(self.out.glob("*/emulated/summary.json"), key=lambda path: path.stat().st_mtime):
+            place = path.parents[1].name
+            recipe = Recipe.load(path.parents[1] / "simulated" / "recipe.yaml")
+            real = clockwork(path.parent, self._names(recipe))
+            found.append(
+                self._compared(recipe, recipe.strategy.name, place, json.loads(path.read_text(encoding="utf-8")), real)
+            )
+        if not found:
+            raise RunError(f"nothing was emulated in {self.out} yet; run `weightgrad validate` without --again first")
+        return found
+
+    def _compared(self, recipe: Recipe, label: str, place: str, summary: dict[str, Any], real: Clockwork) -> Comparison:
         directory = self.out / place
         predicted = self._simulated(recipe, f"{place}/simulated")
-        summary, real = self._emulated(recipe, directory / "emulated")
         near = [x for x in recipe.link_list if recipe.server.name in x.between]
         return Comparison(
             strategy=label,
