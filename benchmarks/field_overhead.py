@@ -43,10 +43,10 @@ class Subject:
 class Plan:
     """What is measured."""
 
-    subjects: tuple[Subject, ...] = (Subject("cifarnet", 64), Subject("mlp", 128))
+    subjects: tuple[Subject, ...] = (Subject("cifarnet", 64), Subject("mlp", 128, {"width": 1024}))
     strategies: tuple[str, ...] = ("baseline", "diloco", "weightgrad")
     ranks: tuple[int, ...] = (1, 2)
-    seconds: float = 15.0
+    seconds: float = 10.0
     blocks: int = 8  # at least
 
 
