@@ -46,7 +46,7 @@ def _reach(root: object) -> Iterator[tuple[str, int, int]]:
 
 def _inside(one: object) -> list[tuple[str, Any]]:
     if isinstance(one, dict):
-        return [(f"[{key}]" if isinstance(key, int | Tensor) else f".{key}", value) for key, value in one.items()]
+        return [("[]" if isinstance(key, int | Tensor) else f".{key}", value) for key, value in one.items()]
     if isinstance(one, (list, tuple, set, frozenset, deque)):
         return [(f"[{place}]", inside) for place, inside in enumerate(one)]
     if isinstance(one, functools.partial):
