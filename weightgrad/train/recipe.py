@@ -80,11 +80,9 @@ class Recipe(Part):
     def with_settings(self, settings: Iterable[str]) -> Recipe:
         """This recipe with values replaced, as `--set` does: `training.steps=200`, `sites.0.workers=2`."""
         document = self._source()
-        strategy = document.value.get("strategy", self.strategy.name)
-        if isinstance(strategy, str):  # so that strategy.every=50 finds a mapping
-            document = Document(
-                document.name, {**document.value, "strategy": {"name": strategy}}, document.places, document.mistakes
-            )
+        if "strategy" not in document.value:  # strategy.every=50 is about the default one
+            value = {**document.value, "strategy": self.strategy.name}
+            document = Document(document.name, value, document.places, document.mistakes)
         for setting in settings:
             document = document.with_setting(setting)
         return _validated(document)
