@@ -36,7 +36,7 @@ def test_killed_server_and_killed_site(strategy: str, tmp_path: Path) -> None:
 
 
 def test_killed_workers_are_started_again_by_torchrun(tmp_path: Path) -> None:
-    recipe = tiny("diloco", steps=60)
+    recipe = tiny("weightgrad", steps=60)  # encoded inside the site too, with states to remember
     simulate(recipe, tmp_path / "simulated")
     with Rehearsal(recipe, tmp_path / "run", "--checkpoint-every", "7") as run:
         run.start()

@@ -195,3 +195,11 @@ def test_the_quantized_allreduce_inside_a_site(tmp_path: Path) -> None:
     plain, coded = found.values()
     assert coded.lan_bytes < plain.lan_bytes
     torch.testing.assert_close(coded.server.base.vector, plain.server.base.vector, rtol=0, atol=0.1)
+
+
+def test_a_site_of_one_worker_trains_as_if_nothing_were_encoded_inside(tmp_path: Path) -> None:
+    plain = {"gradients": "fp32", "weights": "fp32"}
+    found = [run(tmp_path, plan("weightgrad", changes=changes, workers=1), workers=1)[0] for changes in ({}, plain)]
+    assert torch.equal(found[0].server.base.vector, found[1].server.base.vector)
+    assert found[0].judge.quantized_base() is None
+    assert found[0].lan_bytes == 0

@@ -152,3 +152,19 @@ def test_a_stall_without_news_stops_the_workers_until_there_is_some() -> None:
     world.now += 1.1
     world.drain(name)
     assert end.blocked(world.now) is None
+
+
+@pytest.mark.parametrize("name", available())
+def test_one_worker_alone_encodes_nothing_inside_its_site(name: str) -> None:
+    row = find(name)
+    assert row.inside(2) is row
+    alone = row.inside(1)
+    assert (alone.gradients, alone.weights, alone.combine, alone.judge) == ("fp32", "fp32", "mean", "base")
+    assert alone.weights_out is None
+    between = {k: v for k, v in row.row().items() if k not in ("gradients", "weights", "combine", "judge")}
+    assert between.items() <= alone.row().items(), "what crosses the WAN is the row's"
+
+
+def test_a_serial_scale_is_kept_for_one_worker() -> None:
+    row = find("weightgrad-serial", {"serial_scale": 0.5}).inside(1)
+    assert (row.combine, row.serial_scale) == ("serial", 0.5)

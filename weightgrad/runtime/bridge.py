@@ -63,7 +63,11 @@ class Bridge:
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(_whole(parameter.grad)).add_(0.0)
+                found = _whole(parameter.grad)
+                if found.device == view.device and found.dtype == view.dtype:
+                    torch.add(found, 0.0, out=view)
+                else:
+                    view.copy_(found).add_(0.0)
 
     @torch.no_grad()
     def write_gradient(self, flat: Tensor) -> None:

@@ -38,6 +38,7 @@ class Crew:
         key: int,
         clip_norm: float | None = None,
     ) -> None:
+        strategy = strategy.inside(lan.size)
         self._bridge, self._lan, self._strategy, self._weights = bridge, lan, strategy, weights
         self.mover = UserMover(bridge, optimizer, weights)
         self._gradient = torch.zeros_like(weights)
@@ -46,7 +47,9 @@ class Crew:
         self._encoder: GradientEncoder | None = None
         layout, codec = bridge.layout, strategy.wan_codec("gradients")
         self._combiner = Combiner(layout)
-        if bridge.partitioned:
+        as_it_is = lan.size == 1 and clip_norm is None and not strategy.correction and strategy.combine == "mean"
+        self._direct = bridge.partitioned or as_it_is  # nothing happens to a gradient between backward and its use
+        if self._direct:
             return
         if strategy.shares == "updates":
             self.local = LocalServer(
@@ -78,8 +81,8 @@ class Crew:
 
     def step(self, number: int) -> Tensor | None:
         """The gradients that backward left move the weights; or, if gradients are shared, here is their mean."""
-        if self._bridge.partitioned:
-            return self._partitioned()
+        if self._direct:
+            return self._directly()
         self._bridge.read_gradient(self._gradient)
         found = self._exchange(number)
         if self.local is not None:
@@ -92,7 +95,7 @@ class Crew:
                 self._combiner.add(gradient)
         return self._combiner.mean()
 
-    def _partitioned(self) -> Tensor | None:
+    def _directly(self) -> Tensor | None:
         if self._strategy.shares == "gradients":
             self._bridge.read_gradient(self._gradient)
             return self._gradient

@@ -57,7 +57,7 @@ class Judge:
 
     def quantized_base(self) -> Tensor | None:
         """The base as a worker would be given it."""
-        out = self._plan.strategy.weights_out
+        out = None if self._local is None else self._local.weights_out
         if out is None or self._local is None:
             return None
         layout = self._task.layout

@@ -62,7 +62,8 @@ class SimSite:
     applied: list[Answer | Push] = field(default_factory=list)  # what moved the model and workers have not been handed
 
     def __post_init__(self) -> None:
-        strategy, layout = self.plan.strategy, self.task.layout
+        self._row = strategy = self.plan.strategy.inside(self.place.workers)
+        layout = self.task.layout
         self._codec = strategy.wan_codec("gradients")
         self._coded = not isinstance(self._codec, Fp32)
         self._weights_out = strategy.weights_out
@@ -174,7 +175,7 @@ class SimSite:
                 yield payloads
             else:
                 sizes.append(whole)
-                yield found.vector.clone() if self.plan.strategy.combine == "serial" else found.vector
+                yield found.vector.clone() if self._row.combine == "serial" else found.vector
 
     def _by_ring(self, weights: Tensor, number: int, losses: list[float], sizes: list[int]) -> Tensor:
         chunks = []
@@ -191,7 +192,7 @@ class SimSite:
         total, speed = self.task.layout.numel, self.plan.codec_speed
         if workers < 2:
             return starts[0], 0.0
-        if self.plan.strategy.exchange == "allreduce":
+        if self._row.exchange == "allreduce":
             coding = 0.0
             if self._coded:  # all of it, and a share of the mean; a share from everyone, and everyone's mean
                 coding += codec_time.encode_seconds(self._codec, total + total // workers, speed)

@@ -26,14 +26,20 @@ _EPS = 1e-8  # Adam's
 
 
 class Combiner:
-    """The mean of any number of gradients in the memory of one."""
+    """The mean of any number of gradients in the memory of one: in `room`, or in one of its own."""
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, room: Tensor | None = None) -> None:
         self._layout = layout
-        self._sum = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        self._views = layout.views(self._sum)
+        self._device = device
+        self._room = room
         self._count = 0
         self._spoiled = False
+
+    @property
+    def _sum(self) -> Tensor:
+        if self._room is None:
+            self._room = torch.zeros(self._layout.numel, dtype=torch.float32, device=self._device)
+        return self._room
 
     @property
     def count(self) -> int:
@@ -44,7 +50,7 @@ class Combiner:
         """Add an encoded gradient. After a DecodeError the sum is spoiled: `reset`."""
         require_payloads(self._layout, payloads)
         self._spoiled = True
-        for payload, view in zip(payloads, self._views, strict=True):
+        for payload, view in zip(payloads, self._layout.views(self._sum), strict=True):
             if self._count:
                 decode_add(payload, view)
             else:  # not 0 + x, which would make +0 of -0
@@ -56,7 +62,7 @@ class Combiner:
         """Add a gradient as it is."""
         require_flat(self._layout, gradient, "flat gradient")
         if self._count:
-            self._sum += gradient
+            self._sum.add_(gradient)
         else:
             self._sum.copy_(gradient)
         self._count += 1
@@ -70,7 +76,9 @@ class Combiner:
         count, self._count = self._count, 0
         if out is None:
             out = torch.empty_like(self._sum)
-        return out.copy_(self._sum) if count == 1 else torch.div(self._sum, count, out=out)
+        if count > 1:
+            return torch.div(self._sum, count, out=out)
+        return out if out is self._sum else out.copy_(self._sum)
 
     def reset(self) -> None:
         """Forget what was added."""
@@ -112,7 +120,7 @@ class LocalServer:
         if isinstance(optimizer, tuple):
             optimizer = FlatMover(layout, weights, self._gradient, *optimizer)
         self._mover = optimizer
-        self._combiner = Combiner(layout, weights.device)
+        self._combiner = Combiner(layout, weights.device, room=self._gradient if combine == "mean" else None)
         self._average = None if ema is None else ParameterAverage(weights, ema)
         self._out = weights_out
         self._states = [] if weights_out is None else weights_out.init(layout, weights.device)
@@ -173,6 +181,11 @@ class LocalServer:
     def master(self) -> Tensor:
         """The full-precision weights: the caller's own vector."""
         return self._weights
+
+    @property
+    def weights_out(self) -> WeightsOut | None:
+        """How weights go to the workers; None: as they are."""
+        return self._out
 
     def average(self) -> Tensor | None:
         """The moving average of the master weights, if there is one."""

@@ -24,7 +24,7 @@ from weightgrad.kernels import fixed
 from weightgrad.wan.base import Base
 from weightgrad.wan.consistency import Consistency
 from weightgrad.wan.message_bytes import pack, unpack
-from weightgrad.wan.messages import Answer, Call, Join, Message, Push, Restarted, Welcome
+from weightgrad.wan.messages import Answer, Call, Join, Message, Part, Push, Restarted, Welcome
 from weightgrad.wan.outbound import Outbound
 from weightgrad.wan.pace import Pace, Stopwatch, pace_tensor, tensor_pace
 from weightgrad.wan.resume import Resume
@@ -91,6 +91,7 @@ class SiteEnd:
         )
         self._previous = self.model.clone() if (wants or plan.selector.needs_step) else None
         self._step_update: Tensor | None = None
+        self._room: Tensor | None = None
         self._done: Tensor | None = None  # shared gradients since something was sent, where a trigger asks
         self.let_go = False  # whether the last step ended with what was held back leaving the model
 
@@ -173,7 +174,7 @@ class SiteEnd:
         return applied
 
     def _apply(self, answer: Answer) -> None:
-        fresh = None if self.plan.shares_gradients else self.model - self._mark
+        fresh = None if self.plan.shares_gradients else self._since_mark()
         self.base.apply(answer)
         if answer.pace is not None and self.pace is not None:
             self.pace = answer.pace
@@ -182,10 +183,16 @@ class SiteEnd:
         if fresh is not None:
             self._place(fresh, answer)
 
-    def _place(self, fresh: Tensor | None, answer: Answer | None) -> None:
+    def _since_mark(self) -> Tensor:
+        """What was done since the last push, in a room of its own that the next call uses again."""
+        if self._room is None:
+            self._room = torch.empty_like(self.model)
+        return torch.sub(self.model, self._mark, out=self._room)
+
+    def _place(self, fresh: Tensor, answer: Answer | None) -> None:
         """Put the model where `resume` says; `fresh`, what was done since the last push, stays pending."""
         share = self.plan.resume.own_share
-        if share and answer is not None and fresh is not None:
+        if share and answer is not None:
             for part in answer.parts:
                 here = slice(part.start, part.start + part.payload.numel)
                 self.model[here].mul_(share).add_(self.base.vector[here], alpha=1 - share)
@@ -197,10 +204,7 @@ class SiteEnd:
                     part.into(self._mark, fixed.ADD)
             if self.plan.resume.with_pending:
                 self._mark += self.pending.held
-            if fresh is None:
-                self.model.copy_(self._mark)
-            else:
-                torch.add(self._mark, fresh, out=self.model)
+            torch.add(self._mark, fresh, out=self.model)
         if self._previous is not None:
             self._previous.copy_(self.model)
 
@@ -212,7 +216,12 @@ class SiteEnd:
         self.let_go = False
         self._stopwatch.ends(now)
         if self._previous is not None:
-            self._step_update = self.model - self._previous if gradient is None else gradient
+            if gradient is not None:
+                self._step_update = gradient
+            elif self._step_update is None:
+                self._step_update = self.model - self._previous
+            else:
+                torch.sub(self.model, self._previous, out=self._step_update)
             self._previous.copy_(self.model)
             if gradient is not None and self.threshold is not None:
                 self._done = gradient.clone() if self._done is None else self._done.add_(gradient)
@@ -231,12 +240,15 @@ class SiteEnd:
         if not self.plan.trigger.sends(moment):
             if gradient is not None:
                 self.pending.put(gradient)
-            return [self._begin(now, torch.zeros_like(self.model), _NOTHING, 0)]
-        self._sent_step, self._done = self.step, None
+            return [self._begin(now, None, _NOTHING, 0)]
+        self._sent_step, self._done, self.let_go = self.step, None, self._lets_go
         push = self._begin(now, self._fresh(gradient), self.plan.selector, self.plan.trigger.fragment(moment))
-        self.let_go = self._lets_go
         if self.let_go:
-            self._place(None, None)
+            for part in push.parts:
+                part.into(self._mark, fixed.ADD)
+            self.model.copy_(self._mark)
+            if self._previous is not None:
+                self._previous.copy_(self.model)
         return [push]
 
     @property
@@ -248,7 +260,7 @@ class SiteEnd:
 
     def finish(self, now: float) -> list[Message]:
         """Training is over: send all that is pending."""
-        self._finishing = True
+        self._finishing, self.let_go = True, False
         fresh = self._fresh(None)
         if self.plan.flush is None or not (bool(fresh.any()) or bool(self.pending.held.any())):
             return [self._begin(now, fresh, _NOTHING, 0, final=True)]
@@ -264,22 +276,23 @@ class SiteEnd:
             return gradient
         if self.plan.shares_gradients:
             return torch.zeros_like(self.base.vector)
-        fresh = self.model - self._mark
-        self._mark.copy_(self.model)
+        fresh = self._since_mark()
+        if not self.let_go:
+            self._mark.copy_(self.model)
         return fresh
 
     def _ratio(self) -> float:
         """How many times one step's update is what was done since the last round began."""
         assert self._step_update is not None
         one = float(self._step_update.norm())
-        done = self._done if self.plan.shares_gradients else self.model - self._mark
+        done = self._done if self.plan.shares_gradients else self._since_mark()
         assert done is not None
         return float(done.norm()) / one if one > 0 else 0.0
 
     def _begin(
         self,
         now: float,
-        fresh: Tensor,
+        fresh: Tensor | None,
         selector: Selector,
         fragment: int,
         *,
@@ -287,17 +300,19 @@ class SiteEnd:
         final: bool = False,
     ) -> Push:
         self._round += 1  # never past a round it was called to: each waits for its push
-        parts = self.pending.take(
-            fresh,
-            selector,
-            self.base.vector,
-            step=self.step,
-            count=self._round,
-            fragment=fragment,
-            step_update=self._step_update,
-            threshold=self.threshold.value if self.threshold else 0.0,
-            codec=self.up if codec is None and self.pace is not None else codec,
-        )
+        parts: tuple[Part, ...] = ()
+        if fresh is not None:
+            parts = self.pending.take(
+                fresh,
+                selector,
+                self.base.vector,
+                step=self.step,
+                count=self._round,
+                fragment=fragment,
+                step_update=self._step_update,
+                threshold=self.threshold.value if self.threshold else 0.0,
+                codec=self.up if codec is None and self.pace is not None else codec,
+            )
         push = Push(
             self.name,
             self._round,
@@ -374,7 +389,7 @@ class SiteEnd:
             if not self.plan.shares_gradients:
                 self._mark.copy_(self.model)
         assert welcome.snapshot is not None
-        fresh = None if self.plan.shares_gradients else self.model - self._mark
+        fresh = None if self.plan.shares_gradients else self._since_mark()
         self._inbox = {v: a for v, a in self._inbox.items() if v > welcome.version}
         self._flights = [f for f in self._flights if f.push.round > welcome.taken]
         self.base.restore(welcome.snapshot, welcome.version, welcome.step)

@@ -195,6 +195,13 @@ class Strategy:
         patterns = [pattern.strip() for pattern in self.exempt.split(",")]
         return WeightsOut(codec=found, exempt="default" if self.exempt == "default" else patterns)
 
+    def inside(self, workers: int) -> Strategy:
+        """The row within a site of so many workers: one alone has nobody to encode anything for."""
+        if workers > 1:
+            return self
+        combine = "mean" if self.serial_scale is None else self.combine
+        return dataclasses.replace(self, gradients="fp32", weights="fp32", combine=combine, judge="base")
+
     def for_site(self) -> SitePlan:
         """The parts a site's state machine needs."""
         return SitePlan(
