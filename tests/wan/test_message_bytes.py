@@ -331,7 +331,7 @@ def test_a_rate_that_makes_no_sense(rate: float) -> None:
 PUSH = pack(GOLDEN)
 ANSWER = pack(Answer(1, 1, 1, (), {"iowa": 1, "ohio": 2}))
 PACED = pack(Answer(1, 1, 1, (), pace=Pace(8, 2, "fp32")))
-REPORTED = pack(Push("ohio", 1, 0, 1, 0, 8, report=Report(0.5, 3, 1.5, 0.25)))
+REPORTED = pack(Push("ohio", 1, 0, 1, 0, 8, report=Report(0.5, 3, 1.5)))
 WELCOME = pack(Welcome(1, 1, 1, 1, (Answer(1, 1, 1, ()),)))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ from weightgrad.wan.messages import (
 from weightgrad.wan.pace import Pace, Report
 
 _RATE = struct.Struct("<d")
-_REPORT = struct.Struct("<dIdd")
+_REPORT = struct.Struct("<dId")
 _PACE = struct.Struct("<IIB")
 _START = struct.Struct("<Q")
 _TAKEN = struct.Struct("<IB3s")  # round, name_len, reserved
@@ -135,7 +135,7 @@ def _rate_bytes(rate: float | None) -> bytes:
 
 
 def _report_bytes(report: Report | None) -> bytes:
-    return b"" if report is None else _REPORT.pack(*astuple(report))
+    return b"" if report is None else _REPORT.pack(report.step_seconds, report.round, report.round_seconds)
 
 
 def _pace_bytes(pace: Pace | None) -> bytes:

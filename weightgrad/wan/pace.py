@@ -18,7 +18,7 @@ from weightgrad.errors import ProtocolError, SpecError
 
 MAX_TEXT_BYTES = 255
 PACE_FIXED_BYTES = 9  # every (4), overlap (4), length of the text (1)
-REPORT_BYTES = 28  # step_seconds (8), round (4), round_seconds (8), moved (8)
+REPORT_BYTES = 20  # step_seconds (8), round (4), round_seconds (8)
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,14 @@ class Pace:
 
 @dataclass(frozen=True)
 class Report:
-    """What a site has measured: a step of its own, and how long its push of `round` took to be answered.
-
-    `moved` is how far its training has moved the model since its last push, by step (L2); 0: not measured.
-    """
+    """What a site has measured: a step of its own, and how long its push of `round` took to be answered."""
 
     step_seconds: float
     round: int = 0  # 0: none has been answered since the last report
     round_seconds: float = 0.0
-    moved: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "round_seconds", "moved"):
+        for name in ("step_seconds", "round_seconds"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ProtocolError(f"a report with {name} = {value}; it must be finite and not negative")
@@ -96,9 +92,9 @@ class Stopwatch:
         """The push of that round was answered after so long."""
         self._round, self._round_seconds = number, max(0.0, seconds)
 
-    def report(self, moved: float = 0.0) -> Report:
-        """All of it, and how far training has moved by step; the answer's time is told once."""
-        found = Report(self._step, self._round, self._round_seconds, moved)
+    def report(self) -> Report:
+        """All of it; the answer's time is told once."""
+        found = Report(self._step, self._round, self._round_seconds)
         self._round, self._round_seconds = 0, 0.0
         return found
 

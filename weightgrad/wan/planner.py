@@ -7,13 +7,9 @@ order of preference, the first pace whose bytes hide behind the compute between 
 within `reach` steps:
 
 1. nothing encoded, every step, where every link is faster than the codecs are;
-2. rounds every `every` steps with the density that training hardly feels;
+2. rounds every `every` steps with the `density` that training hardly feels;
 3. sparser, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
-
-That density is `start` while training moves fast, and grows as steps get smaller, as they do when the learning rate
-falls: what is held back then comes too late to be corrected, and there is less of it to send. It is `start` times the
-ratio of the longest steps so far to the present ones, up to `density`.
 
 The overlap is what the slowest answer needs, so several rounds may be on their way at a time. It goes to a slower
 pace as soon as the present one no longer hides, and back only when the faster one would with room to spare, so it
@@ -49,7 +45,7 @@ _SLOWER = 4.0  # times fewer bytes, at most, from one pace to the next
 _WINDOW = 9  # rounds of a site that the fit goes by
 _APART = 1.2  # times as large a round must be to tell speed from delay
 _LEAST_S = 1e-9  # a link that takes less says nothing
-_PROBE = 2.5  # times the usual density in the first round: two sizes tell delay and speed apart
+_PROBE = 0.25  # density of the first round: two sizes tell delay and speed apart
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,6 @@ class Auto:
     """Rounds, density and overlap from measured steps and links."""
 
     every: int = 4
-    start: float = 0.02
     density: float = 0.1
     least: float = 0.0025
     at_most: int = 64
@@ -92,8 +87,7 @@ class Auto:
     def __post_init__(self) -> None:
         check("auto", "every", self.every, 1, 10**6, whole=True)
         check("auto", "density", self.density, 1e-6, 0.5)
-        check("auto", "start", self.start, 1e-6, self.density)
-        check("auto", "least", self.least, 1e-6, self.start)
+        check("auto", "least", self.least, 1e-6, self.density)
         check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
         check("auto", "reach", self.reach, 1, 10**6, whole=True)
         if not isinstance(self.values, str):
@@ -101,9 +95,8 @@ class Auto:
 
     def first(self) -> Decision:
         """Before anything is known: soon, and larger than usual, so that the second round tells them apart."""
-        probe = min(0.5, _PROBE * self.start)
-        down = self.codec(self.down(probe))
-        return Decision(Pace(1, 1, self.codec(probe)), down, "nothing is known yet: a first look")
+        down = self.codec(self.down(_PROBE))
+        return Decision(Pace(1, 1, self.codec(_PROBE)), down, "nothing is known yet: a first look")
 
     def down(self, density: float) -> float:
         """Of an answer to pushes of that density: sites choose other entries, and what is held back comes late."""
@@ -113,23 +106,18 @@ class Auto:
         """Of that density; 1: everything as it is."""
         return "fp32" if density >= 1 else f"ef(topk({density:g}) > {self.values})"
 
-    def wanted(self, fall: float) -> float:
-        """The density, when steps were `fall` times as long at their longest; in steps of the square root of 2."""
-        levels = math.floor(2 * math.log2(max(fall, 1.0)))
-        return min(self.density, float(f"{self.start * 2 ** (levels / 2):.3g}"))
-
-    def ladder(self, best: float) -> Iterator[tuple[int, float]]:
+    def ladder(self) -> Iterator[tuple[int, float]]:
         """(every, density), the best first."""
-        yield self.every, best
-        density = best
+        yield self.every, self.density
+        density = self.density
         while density / 2 >= self.least:
             density /= 2
             yield self.every, density
         every = self.every
         while 2 * every <= self.at_most:
             every *= 2
-            yield every, best
-            if density < best:
+            yield every, self.density
+            if density < self.density:
                 yield every, density
 
 
@@ -174,34 +162,6 @@ class LinkFit:
 
 
 @dataclass
-class Motion:
-    """How long a site's steps are, and were at their longest: by medians, as single ones differ."""
-
-    last: list[float] = field(default_factory=list)
-    longest: float = 0.0
-    every: int = 0  # steps they were measured over: longer ways are less straight
-
-    def add(self, moved: float, every: int) -> None:
-        """One more round's."""
-        if every != self.every:
-            self.longest *= moved / self.now if self.now > 0 else 0.0
-            self.every, self.last = every, []
-        self.last = [*self.last, moved][-_WINDOW:]
-        if len(self.last) == _WINDOW:
-            self.longest = max(self.longest, self.now)
-
-    @property
-    def now(self) -> float:
-        """The present length."""
-        return median(self.last) if self.last else 0.0
-
-    @property
-    def fall(self) -> float:
-        """How many times as long they were."""
-        return max(1.0, self.longest / self.now) if self.now > 0 else 1.0
-
-
-@dataclass
 class Planner:
     """What the server knows of its sites, and the pace it has set."""
 
@@ -210,7 +170,6 @@ class Planner:
     now: Decision = field(init=False)
     steps: dict[str, float] = field(default_factory=dict)
     links: dict[str, LinkFit] = field(default_factory=dict)
-    motions: dict[str, Motion] = field(default_factory=dict)
     looked: int = 0
 
     def __post_init__(self) -> None:
@@ -220,8 +179,6 @@ class Planner:
         """A site's report; the time on the network of a round of so many bytes, both ways, where there is one."""
         if report.step_seconds > 0:
             self.steps[site] = report.step_seconds
-        if report.moved > 0:
-            self.motions.setdefault(site, Motion()).add(report.moved, self.now.pace.every)
         if network_seconds is not None:
             self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0))
 
@@ -241,7 +198,7 @@ class Planner:
         self.looked += 1
         if self.looked != 1:
             return None
-        usual, down = self.auto.start, self.auto.down(self.auto.start)
+        usual, down = self.auto.density, self.auto.down(self.auto.density)
         pace = Pace(2, 2, self.auto.codec(usual))
         self.now = Decision(pace, self.auto.codec(down), "a second look, at the usual size")
         return self.now
@@ -256,24 +213,20 @@ class Planner:
             if seconds <= _HIDDEN * step:
                 why = f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec"
                 return self._decision(1, 1.0, seconds, step, why)
-        fall = min((self.motions[name].fall for name in sites if name in self.motions), default=1.0)
-        best = self.auto.wanted(fall)
-        every, density = self._rung(lines, step, best)
+        every, density = self._rung(lines, step)
         seconds, busy = self._seconds(lines, density), self._busy(lines, density)
         why = (
             f"a round takes {seconds:.3f} s on the slowest link, {busy:.3f} s of them for its bytes; a step takes "
             f"{step:.3f} s"
         )
-        if best > self.auto.start:
-            why += f"; steps are {fall:.1f} times as short as they were"
         return self._decision(every, density, seconds, step, why)
 
-    def _rung(self, lines: Mapping[str, tuple[float, float]], step: float, best: float) -> tuple[int, float]:
+    def _rung(self, lines: Mapping[str, tuple[float, float]], step: float) -> tuple[int, float]:
         """The best (every, density) that hides, as far as it may be reached from the present one at once."""
         delay = max(delay for delay, _ in lines.values())
         least = self._rate(self.now.pace.every, self.density) / _SLOWER
         reached = []
-        for every, density in self.auto.ladder(best):
+        for every, density in self.auto.ladder():
             rate = self._rate(every, density)
             if rate >= least:
                 reached.append((rate, every, density))
@@ -332,8 +285,6 @@ class Planner:
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
         for name, fit in self.links.items():
             found[f"link.{name}"] = torch.tensor([(fit.delay, fit.slope), *fit.rounds], dtype=torch.float64)
-        for name, motion in self.motions.items():
-            found[f"motion.{name}"] = torch.tensor([motion.longest, motion.every, *motion.last], dtype=torch.float64)
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -348,8 +299,3 @@ class Planner:
             if name.startswith("link."):
                 (delay, slope), *rounds = [(float(x), float(y)) for x, y in tensor]
                 self.links[name.removeprefix("link.")] = LinkFit(rounds, delay, slope)
-        self.motions = {}
-        for name, tensor in state.items():
-            if name.startswith("motion."):
-                longest, every, *last = (float(x) for x in tensor)
-                self.motions[name.removeprefix("motion.")] = Motion(last, longest, int(every))

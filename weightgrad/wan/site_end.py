@@ -301,8 +301,6 @@ class SiteEnd:
     ) -> Push:
         self._round += 1  # never past a round it was called to: each waits for its push
         parts: tuple[Part, ...] = ()
-        steps = self.step - self._round_step
-        moved = float(fresh.norm()) / steps if self.pace is not None and fresh is not None and steps else 0.0
         if fresh is not None:
             parts = self.pending.take(
                 fresh,
@@ -325,7 +323,7 @@ class SiteEnd:
             parts,
             final,
             self.rate,
-            self._stopwatch.report(moved) if self.pace is not None else None,
+            self._stopwatch.report() if self.pace is not None else None,
         )
         self._pushed, self._round_step = self._round, self.step
         self._flights.append(_Flight(push, now))
