@@ -45,7 +45,7 @@ _SLOWER = 4.0  # times fewer bytes, at most, from one pace to the next
 _WINDOW = 9  # rounds of a site that the fit goes by
 _APART = 1.2  # times as large a round must be to tell speed from delay
 _LEAST_S = 1e-9  # a link that takes less says nothing
-_PROBE = 0.25  # density of the first round: two sizes tell delay and speed apart
+_PROBE = 2.5  # times the usual density in the first round: two sizes tell delay and speed apart
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class Auto:
 
     def first(self) -> Decision:
         """Before anything is known: soon, and larger than usual, so that the second round tells them apart."""
-        down = self.codec(self.down(_PROBE))
-        return Decision(Pace(1, 1, self.codec(_PROBE)), down, "nothing is known yet: a first look")
+        probe = min(0.5, _PROBE * self.density)
+        down = self.codec(self.down(probe))
+        return Decision(Pace(1, 1, self.codec(probe)), down, "nothing is known yet: a first look")
 
     def down(self, density: float) -> float:
         """Of an answer to pushes of that density: sites choose other entries, and what is held back comes late."""
