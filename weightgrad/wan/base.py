@@ -83,4 +83,4 @@ class Base:
 
     def digest(self) -> str:
         """A fingerprint of the vector's bytes: equal on every site at the same version."""
-        return xxhash.xxh3_64_hexdigest(self.vector.cpu().numpy().tobytes())
+        return xxhash.xxh3_64_hexdigest(self.vector.cpu().numpy().data)
