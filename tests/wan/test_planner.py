@@ -97,11 +97,11 @@ def test_one_disturbed_round_does_not_starve_it(before: int, seconds: float) -> 
     found = planner()
     drive(found, 100e6, 0.02, 0.03, rounds=before)
     for name in SITES:
-        found.observe(name, Report(0.03), seconds, 200_000)
+        found.observe(name, Report(0.03), seconds, 60_000)
     found.decide(SITES)
-    assert found._rate(found.now.pace.every, found.density) >= found._rate(4, 0.1) / 4
+    assert found._rate(found.now.pace.every, found.density) >= found._rate(4, Auto().density) / 4
     drive(found, 100e6, 0.02, 0.03, rounds=4)
-    assert (found.now.pace.every, found.density) == (4, 0.1)
+    assert (found.now.pace.every, found.density) == (4, Auto().density)
 
 
 def test_it_slows_by_steps() -> None:

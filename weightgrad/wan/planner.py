@@ -76,7 +76,7 @@ class Auto:
     """Rounds, density and overlap from measured steps and links."""
 
     every: int = 4
-    density: float = 0.1
+    density: float = 0.01
     least: float = 0.0025
     at_most: int = 64
     reach: int = 12

@@ -392,8 +392,8 @@ TABLE = _table(
         gradients="qsgd(bits=8)",
         trigger="paced(4)",
         planner="auto()",
-        up="ef(topk(0.1) > sign())",
-        down="ef(topk(0.2) > sign())",
+        up="ef(topk(0.01) > sign())",
+        down="ef(topk(0.02) > sign())",
         flush="none",
     ),
 )
