@@ -24,6 +24,10 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints of the site.")] = 50,
     insecure: Annotated[bool, typer.Option(help="No certificates; for a server on this machine only.")] = False,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a server that is not there yet.")] = 60.0,
+    first_base: Annotated[
+        str | None,
+        typer.Option(metavar="CODEC", help="A late site is sent its first base in this, such as qsgd(bits=8)."),
+    ] = None,
     paced: Annotated[
         bool, typer.Option("--paced", help="A pass lasts as long as the recipe's compute says; for emulations.")
     ] = False,
@@ -40,6 +44,7 @@ def train(
         checkpoint_every=checkpoint_every,
         patience=patience,
         paced=paced,
+        first_base=first_base,
     )
     if done.lan.first:
         logging.info("%s has finished after %d steps", site, done.steps)

@@ -44,7 +44,8 @@ class Diary:
 
     def joined(self, join: Join) -> None:
         """A site is here, first or again."""
-        log.info("%s joins with base version %d", join.site, join.version)
+        asks = f", and takes its first base in {join.first_base}" if join.first_base is not None else ""
+        log.info("%s joins with base version %d%s", join.site, join.version, asks)
         self.metrics.site_up.labels(site=join.site).set(1)
         self.write("site_joined", site=join.site, version=join.version)
 

@@ -132,7 +132,8 @@ class FieldServer:
         if self.core is None or not (self._options.until_finished and self._finished()):
             self._over = None
             return True
-        self._over = time.monotonic() if self._over is None else self._over
+        under_way = any(one.lanes and one.unacknowledged_bytes for one in self.lanes.sessions().values())
+        self._over = time.monotonic() if self._over is None or under_way else self._over  # a base may take minutes
         patience = _GOODBYE_S if any(m.live for m in self.core.members.by_name.values()) else _HANG_UP_S
         waits = patience == _GOODBYE_S or bool(self.lanes.sessions())
         return waits and time.monotonic() < self._over + patience

@@ -35,7 +35,7 @@ from weightgrad.runtime.site_keeper import RunKeys, SiteKeeper
 from weightgrad.runtime.tls_check import diagnose, is_loopback, split
 from weightgrad.runtime.wan_end import WanEnd
 from weightgrad.site.described import Described
-from weightgrad.wan import strategies
+from weightgrad.wan import encoded_snapshot, strategies
 from weightgrad.wan.base import Base
 from weightgrad.wan.messages import Leave, Plant
 from weightgrad.wan.site_end import SiteEnd
@@ -57,6 +57,7 @@ def join(
     checkpoint_every: int = 50,
     lanes: int = 4,
     patience: float = 60.0,
+    first_base: str | None = None,
 ) -> Site:
     """Say which site this process belongs to, on every rank of it.
 
@@ -64,7 +65,14 @@ def join(
     all of them were made in. `insecure` needs none, and is for a server on this machine. `state` is where the site
     writes what it needs to go on after a crash, every `checkpoint_every` steps; without it a restarted site
     begins again from the base. `patience` is how many seconds to wait for a server that is not there yet.
+
+    `first_base` is for a site that comes late over a slow line: a codec without memory, such as "qsgd(bits=8)", in
+    which it is sent its first base. It begins to train after a quarter of the download; the exact base follows while
+    it trains and takes the place of the first, with nothing lost of what the site has done. Where nothing must be sent,
+    or a site comes back, it changes nothing.
     """
+    if first_base is not None:
+        encoded_snapshot.codec_of(first_base)  # a mistake is told here, and not by the server
     if credentials is None and not insecure:
         raise StrategyError(
             "join needs credentials=DIRECTORY (make them with `weightgrad certs init`), or insecure=True on one machine"
@@ -76,7 +84,8 @@ def join(
     found = Credentials.load(Path(credentials), site=site) if credentials is not None else None
     if found is None:
         log.warning("INSECURE: no certificates, no encryption; for trying things out on one machine only")
-    return Site(address, site, found, Path(state) if state is not None else None, checkpoint_every, lanes, patience)
+    directory = Path(state) if state is not None else None
+    return Site(address, site, found, directory, checkpoint_every, lanes, patience, first_base)
 
 
 class Site:
@@ -91,11 +100,12 @@ class Site:
         checkpoint_every: int,
         lanes: int,
         patience: float,
+        first_base: str | None = None,
     ) -> None:
         self.name = name
         self.lan = Lan()
         self._address, self._credentials, self._patience, self._lanes = address, credentials, patience, lanes
-        self._state, self._every = state, checkpoint_every
+        self._state, self._every, self._first_base = state, checkpoint_every, first_base
         self.ledger: Ledger | None = None
         self.strategy: Strategy | None = None
         self.steps = 0
@@ -221,7 +231,7 @@ class Site:
             source = Described.parse(words) if words is not None else None
             base = Base(layout, weights, optimizer=source, rate=lambda step: self._rate)
             own = derive(admission.seed, 10, admission.number)
-            self._end = SiteEnd(self.name, base, strategy.for_site(), samples, own)
+            self._end = SiteEnd(self.name, base, strategy.for_site(), samples, own, first_base=self._first_base)
             self._wan.attach(self._end)
             self._wan.watch = LinkWatch(self.name, admission.facts.get("bit_s"))
             if kernels.status().backend != "native":

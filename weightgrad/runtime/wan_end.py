@@ -125,6 +125,7 @@ class WanEnd:
         """Apply what has come and wait for what must; whether the model has moved."""
         end = self._end
         assert end is not None
+        rebases = end.rebases
         self.pump()
         moved = bool(end.settle())
         began, why = time.monotonic(), end.blocked(self.now)
@@ -138,7 +139,11 @@ class WanEnd:
             self.waited += seconds
             if self._ledger is not None:
                 self._ledger.write("wait", self.now, step=end.step, seconds=round(seconds, 6), why=first)
-        return moved
+        if end.rebases == rebases:
+            return moved
+        kind = "exact" if end.exact else "approximate; the exact one is on its way"
+        log.info("%s: the whole base of version %d has come, %s", end.name, end.base.version, kind)
+        return True
 
     def socket_bytes(self) -> dict[str, int] | None:
         """Bytes that crossed the sockets to the server, TLS and gRPC included; None where they cannot be counted."""

@@ -40,11 +40,12 @@ def train(
     checkpoint_every: int = 50,
     patience: float = 60.0,
     paced: bool = False,
+    first_base: str | None = None,
 ) -> Site:
     """Train the recipe's model as a worker of that site, from where it stands to the last step.
 
     `paced`: a worker's pass lasts as long as the recipe's `compute` says, as it does in the simulator; one that
-    really took longer is counted in the site's ledger.
+    really took longer is counted in the site's ledger. The other options are those of `join`.
     """
     names = [site.name for site in recipe.site_list]
     if name not in names:
@@ -59,6 +60,7 @@ def train(
         state=state,
         checkpoint_every=checkpoint_every,
         patience=patience,
+        first_base=first_base,
     )
     if site.lan.size != (wanted := recipe.site_list[number].workers):
         raise RecipeError(

@@ -22,6 +22,8 @@ from weightgrad import codecs
 from weightgrad.codecs import Codec, Fp32
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
+from weightgrad.kernels.noise import derive
+from weightgrad.wan import encoded_snapshot
 from weightgrad.wan.aggregators import Accumulator, Aggregator
 from weightgrad.wan.answer_log import AnswerLog, MemoryLog
 from weightgrad.wan.base import Base
@@ -46,6 +48,7 @@ from weightgrad.wan.selectors import All, Selector, Stretch, View
 
 _ROUNDS_OF_PATIENCE = 10
 _SECONDS_TO_GRUMBLE = 5.0
+_FIRST_BASES = 1 << 32  # in keys: beyond any round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,7 @@ class GlobalServer:
         self.base = base
         self.members = Members()
         self._plan = plan
+        self._key = derive(key, _FIRST_BASES)
         self._guard = guard
         self._out = Outbound(base.layout, plan.down, key, per_tensor=plan.per_tensor, keep_loss=plan.keep_loss)
         self._memory: dict[str, Tensor] = {}
@@ -375,11 +379,15 @@ class GlobalServer:
                 f"{join.site!r} has base version {join.version}, the server only {self.base.version}: "
                 "the server was restored from an older checkpoint; restore the sites from the same one"
             )
-        self._welcome(self.members.join(join.site), join.version, out)
+        self._welcome(self.members.join(join.site), join.version, out, join.first_base)
 
-    def _welcome(self, member: Member, version: int, out: Outbox) -> None:
+    def _welcome(self, member: Member, version: int, out: Outbox, first_base: str | None = None) -> None:
         missed = self._log.since(version, self.base.version) if version >= 0 else None
         snapshot = self.base.snapshot() if missed is None else None
+        encoded: encoded_snapshot.Encoded = {}
+        if snapshot is not None and first_base is not None:
+            codec, key = encoded_snapshot.codec_of(first_base), derive(self._key, self.base.version)
+            snapshot, encoded = encoded_snapshot.encode(snapshot, codec, key)
         out.messages.append(
             (
                 member.name,
@@ -392,6 +400,7 @@ class GlobalServer:
                     snapshot,
                     member.round,
                     self.planner.now.pace if self.planner is not None and snapshot is not None else None,
+                    encoded,
                 ),
             )
         )

@@ -1,9 +1,9 @@
 """Messages between sites and the global server as bytes, read as if a stranger had sent them.
 
-    ┌─────────────┬─────────────┬──────────┬─────────────┬─────────────────┬─────────┬─────────────┐
-    │ header (32) │ site's name │ rate (8) │ sites taken │ starts + frames │ answers │ safetensors │
-    └─────────────┴─────────────┴──────────┴─────────────┴─────────────────┴─────────┴─────────────┘
-      all           push, join,   push,      answer        push, answer      welcome   welcome
+    ┌─────────────┬─────────────┬──────────┬─────────────┬─────────────────┬─────────┬─────────┬─────────────┐
+    │ header (32) │ site's name │ rate (8) │ sites taken │ starts + frames │ answers │ encoded │ safetensors │
+    └─────────────┴─────────────┴──────────┴─────────────┴─────────────────┴─────────┴─────────┴─────────────┘
+      all           push, join,   push,      answer        push, answer      welcome   welcome   welcome
                     leave         answer
 
 `docs/wire-format.md` gives every field and the order of the checks. The length is that of
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weightgrad import wire
+from weightgrad.codecs import Payload
 from weightgrad.errors import (
     ProtocolError,
     RangeError,
@@ -33,10 +34,21 @@ from weightgrad.errors import (
     TrailingBytesError,
     TruncatedError,
 )
-from weightgrad.wan import message_header, snapshot_bytes
-from weightgrad.wan.message_header import FINAL, MAX_NAME_BYTES, PACE, RATE, REPORT, SNAPSHOT, Header
+from weightgrad.wan import encoded_snapshot, message_header, snapshot_bytes
+from weightgrad.wan.message_header import (
+    ENCODED,
+    FINAL,
+    FIRST_BASE,
+    MAX_NAME_BYTES,
+    PACE,
+    RATE,
+    REPORT,
+    SNAPSHOT,
+    Header,
+)
 from weightgrad.wan.messages import (
     HEADER_BYTES,
+    LENGTH_BYTES,
     RATE_BYTES,
     START_BYTES,
     Answer,
@@ -108,14 +120,17 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
             told = [_rate_bytes(message.rate), _pace_bytes(message.pace), _taken_bytes(message.taken)]
             return [head, *told, *_part_buffers(message.parts)]
         case Join():
-            return [_head(Join, message.version + 1, site=message.site)]
+            asks = FIRST_BASE * (message.first_base is not None)
+            head = _head(Join, message.version + 1, flags=asks, site=message.site)
+            return [head, _first_base_bytes(message.first_base)]
         case Welcome():
             numbers = (message.version, message.round, message.step, message.taken, message.pushed)
             flags = SNAPSHOT * (message.snapshot is not None) | PACE * (message.pace is not None)
+            flags |= ENCODED * bool(message.encoded)
             head = _head(Welcome, *numbers, size=len(message.answers), flags=flags)
             answers = [buffer for answer in message.answers for buffer in to_buffers(answer)]
             snapshot = [] if message.snapshot is None else snapshot_bytes.to_buffers(message.snapshot)
-            return [head, _pace_bytes(message.pace), *answers, *snapshot]
+            return [head, _pace_bytes(message.pace), *answers, *encoded_snapshot.to_buffers(message.encoded), *snapshot]
         case Restarted():
             return [_head(Restarted)]
         case Leave():
@@ -140,6 +155,10 @@ def _report_bytes(report: Report | None) -> bytes:
 
 def _pace_bytes(pace: Pace | None) -> bytes:
     return b"" if pace is None else _PACE.pack(pace.every, pace.overlap, len(pace.up)) + pace.up.encode()
+
+
+def _first_base_bytes(spec: str | None) -> bytes:
+    return b"" if spec is None else bytes([len(spec)]) + spec.encode()
 
 
 def _taken_bytes(taken: Mapping[str, int]) -> bytes:
@@ -208,7 +227,7 @@ class _Reader:
             return self._welcome(head)
         site = self._name(head.name_bytes)
         if head.kind is Join:
-            return Join(site, head.numbers[0] - 1)
+            return Join(site, head.numbers[0] - 1, self._first_base(head))
         if head.kind is Leave:
             return Leave(site)
         if head.kind is Plant:
@@ -233,8 +252,15 @@ class _Reader:
             if inner.kind is not Answer:
                 raise ProtocolError(f"a {inner.kind.__name__} inside a Welcome, which holds answers only")
             answers.append(self._answer(inner))
+        encoded = self._encoded() if head.flags & ENCODED else {}
         snapshot = self._snapshot() if head.flags & SNAPSHOT else None
-        return Welcome(version, round_, step, taken, tuple(answers), snapshot, pushed, pace)
+        return Welcome(version, round_, step, taken, tuple(answers), snapshot, pushed, pace, encoded)
+
+    def _encoded(self) -> dict[str, Payload]:
+        limit = self._limits.max_parts
+        found, size = encoded_snapshot.parse(self._rest, limits=self._frame_limits, max_tensors=limit)
+        self._take(size, "encoded base")
+        return found
 
     def _snapshot(self) -> dict[str, Tensor]:
         blob = self._take(self.left, "snapshot")
@@ -285,6 +311,12 @@ class _Reader:
         every, overlap, length = _PACE.unpack(self._take(_PACE.size, "pace"))
         text = bytes(self._take(length, "codec of a pace")).decode("latin-1")
         return Pace(every, overlap, text)
+
+    def _first_base(self, head: Header) -> str | None:
+        if not head.flags & FIRST_BASE:
+            return None
+        (length,) = self._take(LENGTH_BYTES, "length of a codec")
+        return bytes(self._take(length, "codec of a first base")).decode("latin-1")
 
     def _taken(self, sites: int) -> dict[str, int]:
         self._claim("sites", sites, self._limits.max_sites, _LEAST_TAKEN_BYTES)

@@ -18,9 +18,11 @@ VERSION = 1
 MAX_NAME_BYTES = 64
 FINAL = 1  # flag of a push
 SNAPSHOT = 1  # flag of a welcome
+FIRST_BASE = 1  # flag of a join
 RATE = 2  # flag of a push or an answer
 REPORT = 4  # flag of a push
 PACE = 4  # flag of an answer or a welcome
+ENCODED = 8  # flag of a welcome
 
 _FIELDS = struct.Struct("<4sBBBB5II")
 _NUMBERS = 5
@@ -40,8 +42,8 @@ _KINDS: dict[type[Message], _Kind] = {
     Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE | REPORT, counts=True),
     Call: _Kind(2, ("round",)),
     Answer: _Kind(3, ("version", "round", "step", "len(taken)"), flags=RATE | PACE, counts=True),
-    Join: _Kind(4, ("version + 1",), named=True),
-    Welcome: _Kind(5, ("version", "round", "step", "taken", "pushed"), flags=SNAPSHOT | PACE, counts=True),
+    Join: _Kind(4, ("version + 1",), named=True, flags=FIRST_BASE),
+    Welcome: _Kind(5, ("version", "round", "step", "taken", "pushed"), flags=SNAPSHOT | PACE | ENCODED, counts=True),
     Restarted: _Kind(6),
     Leave: _Kind(7, named=True),
     Plant: _Kind(8, named=True),

@@ -15,12 +15,13 @@ from torch import Tensor
 from weightgrad import wire
 from weightgrad.codecs import Payload
 from weightgrad.codecs.registry import decode_into
-from weightgrad.errors import ProtocolError
-from weightgrad.wan import snapshot_bytes
+from weightgrad.errors import ProtocolError, SpecError
+from weightgrad.wan import encoded_snapshot, snapshot_bytes
 from weightgrad.wan.pace import REPORT_BYTES, Pace, Report
 
 HEADER_BYTES = 32
 START_BYTES = 8
+LENGTH_BYTES = 1
 RATE_BYTES = 8
 
 
@@ -79,10 +80,21 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Join:
-    """Site to server: here I am, first or again, with the base of this version (-1: none)."""
+    """Site to server: here I am, first or again, with the base of this version (-1: none).
+
+    A site that is in already may say so again: it is then sent the base once more, and nothing else changes.
+    """
 
     site: str
     version: int
+    first_base: str | None = None  # the codec to send the whole base in, if that must be sent; None: exactly
+
+    def __post_init__(self) -> None:
+        if self.first_base is not None:
+            try:
+                encoded_snapshot.codec_of(self.first_base)
+            except SpecError as error:
+                raise ProtocolError(f"{self.site!r} asks for a first base that cannot be made: {error}") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +109,13 @@ class Welcome:
     snapshot: Mapping[str, Tensor] | None = None
     pushed: int = 0  # the last of the site's pushes that has come
     pace: Pace | None = None  # of the snapshot
+    encoded: encoded_snapshot.Encoded = field(default_factory=dict)  # the tensors that the snapshot leaves out
+
+    def __post_init__(self) -> None:
+        if self.encoded and self.snapshot is None:
+            raise ProtocolError("a Welcome with encoded tensors and no snapshot of the rest; its sender is wrong")
+        if self.snapshot is not None and (twice := sorted(self.encoded.keys() & self.snapshot.keys())):
+            raise ProtocolError(f"a Welcome with {twice[0]!r} both encoded and exact; its sender is wrong")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +164,12 @@ def nbytes(message: Message) -> int:
         size += 0 if message.pace is None else message.pace.nbytes
     if isinstance(message, Answer):
         size += sum(START_BYTES + len(site.encode()) for site in message.taken)
+    if isinstance(message, Join):
+        size += 0 if message.first_base is None else LENGTH_BYTES + len(message.first_base)
     if isinstance(message, Plant):
         size += snapshot_bytes.nbytes(message.snapshot)
     if isinstance(message, Welcome):
         size += sum(nbytes(answer) for answer in message.answers)
+        size += encoded_snapshot.nbytes(message.encoded)
         size += 0 if message.snapshot is None else snapshot_bytes.nbytes(message.snapshot)
     return size

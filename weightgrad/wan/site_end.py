@@ -7,6 +7,9 @@ with strategies that share gradients it is the base itself, otherwise it is
     model = base + what is in flight + what was done since the last round (+ what is held, by `resume`).
 
 Conservation: what was taken by the server + in flight + held + done since = all local updates.
+
+A site that comes late may be sent its first base through a codec. It trains on that at once and asks for the exact
+base beside; until that has come its own base is not `exact`, the one exception to "the same bits everywhere".
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from weightgrad import codecs
 from weightgrad.codecs import Codec
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
+from weightgrad.wan import encoded_snapshot
 from weightgrad.wan.base import Base
 from weightgrad.wan.consistency import Consistency
 from weightgrad.wan.message_bytes import pack, unpack
@@ -57,9 +61,11 @@ class _Flight:
 
 
 class SiteEnd:
-    """One a site."""
+    """One a site. `first_base` is the codec to be sent the base in, should it come late; None: exactly."""
 
-    def __init__(self, name: str, base: Base, plan: SitePlan, samples: int, key: int) -> None:
+    def __init__(
+        self, name: str, base: Base, plan: SitePlan, samples: int, key: int, *, first_base: str | None = None
+    ) -> None:
         self.name = name
         self.base = base
         self.plan = plan
@@ -81,6 +87,10 @@ class SiteEnd:
         self._heard = 0.0
         self._joined = False
         self._finishing = False
+        self._first_base = first_base
+        self.exact = True  # whether its base has the bits of the server's at that version
+        self.rebases = 0  # how often the whole base has come, and moved the model
+        self._dropped = 0  # pushes up to this one are known to the server, and all that was pending then is gone
         self.pace = plan.pace
         self._stopwatch = Stopwatch()
         wants = isinstance(plan.trigger, Significance)
@@ -100,12 +110,14 @@ class SiteEnd:
     def join(self, *, same_start: bool = True) -> list[Message]:
         """Ask to be let in, or in again after an absence. Without the same first weights: to be sent them."""
         self._joined = False
-        return [Join(self.name, self.base.version if same_start else -1)]
+        self.exact = self.exact and same_start
+        never_in = self.base.version == 0
+        return [Join(self.name, self.base.version if self.exact else -1, self._first_base if never_in else None)]
 
     @property
     def finished(self) -> bool:
-        """Everything of its own is in the base."""
-        return self._finishing and not self._flights
+        """Everything of its own is in the base, and the base is everybody's."""
+        return self._finishing and not self._flights and self.exact
 
     @property
     def in_flight(self) -> int:
@@ -139,6 +151,8 @@ class SiteEnd:
     def _why_blocked(self, now: float) -> str | None:
         if not self._joined:
             return "joining"
+        if self._finishing and not self.exact:
+            return "exact base"
         if not self._flights:
             return None
         if self._finishing:
@@ -351,7 +365,8 @@ class SiteEnd:
         raise ProtocolError(f"site {self.name!r} was sent {type(message).__name__}, which only the server receives")
 
     def _welcomed(self, welcome: Welcome, now: float) -> list[Message]:
-        self._joined = True
+        been_in, self._joined = self._joined, True
+        beside = been_in and not self.exact and welcome.snapshot is not None  # it trains, and asked for the exact base
         left_out = welcome.round - 1 > welcome.pushed  # rounds have closed without it
         if welcome.snapshot is not None:
             self._rebase(welcome)
@@ -364,12 +379,15 @@ class SiteEnd:
             # the pushes it has, and the answers come when they came before. Then it goes where the others are.
             self._again_until = welcome.pushed
             self._present = present if left_out else None
-        elif welcome.snapshot is not None or left_out:
+        elif left_out or (welcome.snapshot is not None and not beside):
             self._go_to(present)
+        if beside:
+            return []  # nothing was lost: what the server lacks is behind the request, on its way
         again = [f for f in self._flights if f.push.round > welcome.taken]
         for flight in again:
             flight.sent_at = now
-        return [f.push for f in again]
+        pushes: list[Message] = [f.push for f in again]
+        return pushes if been_in or self.exact else [*pushes, Join(self.name, -1)]
 
     def _go_to(self, present: tuple[int, int]) -> None:
         """On to the step and the round where the others are."""
@@ -383,16 +401,25 @@ class SiteEnd:
 
         But what a state older than the last push calls pending may have left since: better lost than sent twice.
         """
-        if welcome.pushed > self._pushed:
+        if welcome.version < self.base.version:
+            raise ProtocolError(
+                f"{self.name!r} has base version {self.base.version}, the server only {welcome.version}: "
+                "the server was restored from an older checkpoint; restore the sites from the same one"
+            )
+        assert welcome.snapshot is not None
+        snapshot = encoded_snapshot.whole(welcome.snapshot, welcome.encoded, self.base.layout.numel)
+        if welcome.pushed > max(self._pushed, self._dropped):
             self.pending.clear()
             self._flights = []
+            self._dropped = welcome.pushed
             if not self.plan.shares_gradients:
                 self._mark.copy_(self.model)
-        assert welcome.snapshot is not None
         fresh = None if self.plan.shares_gradients else self._since_mark()
         self._inbox = {v: a for v, a in self._inbox.items() if v > welcome.version}
         self._flights = [f for f in self._flights if f.push.round > welcome.taken]
-        self.base.restore(welcome.snapshot, welcome.version, welcome.step)
+        self.base.restore(snapshot, welcome.version, welcome.step)
+        self.exact = not welcome.encoded
+        self.rebases += 1
         if welcome.pace is not None and self.pace is not None:
             self.pace = welcome.pace
         if fresh is not None:
@@ -417,6 +444,8 @@ class SiteEnd:
             found["threshold"] = self.threshold.state()
         if self.rate is not None:
             found["rate"] = torch.tensor(self.rate, dtype=torch.float64)
+        if not self.exact:
+            found["approximate"] = torch.tensor(1)  # to come back with it is to come back without a base
         for flight in self._flights:
             found[f"flight.{flight.push.round}"] = torch.frombuffer(bytearray(pack(flight.push)), dtype=torch.uint8)
         return found
@@ -445,7 +474,7 @@ class SiteEnd:
         flights = _under("flight.", state)
         pushes = [unpack(bytes(flights[number].numpy())) for number in sorted(flights, key=int)]
         self._flights = [_Flight(push, 0.0) for push in pushes if isinstance(push, Push)]
-        self._inbox, self._joined = {}, False
+        self._inbox, self._joined, self.exact = {}, False, "approximate" not in state
 
 
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

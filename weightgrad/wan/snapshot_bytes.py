@@ -37,7 +37,7 @@ Contents: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 MAX_NAME_BYTES = 512
 MAX_NDIM = 16
-_METADATA = "__metadata__"  # safetensors keeps this name for itself
+METADATA = "__metadata__"  # safetensors keeps this name for itself
 _NAMES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32"}  # in the order of their data
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _SIZE = struct.Struct("<Q")
@@ -94,7 +94,7 @@ def parse(view: memoryview, *, max_bytes: int, max_tensors: int) -> dict[str, Te
 
 def _contents(snapshot: Snapshot) -> Contents:
     for name, tensor in snapshot.items():
-        _check_name(name)
+        check_name(name)
         if tensor.dtype not in _NAMES:
             raise UnknownDtypeError(
                 f"{name!r} is {tensor.dtype}; a snapshot holds float32, float64 and int64; convert it"
@@ -131,7 +131,7 @@ def _read_table(table: bytes, max_bytes: int, max_tensors: int) -> Contents:
             name = str(json.loads(f'"{entry[1].decode()}"'))
         except UnicodeDecodeError as error:
             raise ProtocolError(f"tensor name {entry[1].hex(' ')} is not UTF-8; its writer is wrong") from error
-        if name in found or name == _METADATA:
+        if name in found or name == METADATA:
             raise ProtocolError(f"a snapshot with a second tensor {name!r}, or metadata; its writer is wrong")
         dtype = _DTYPES.get(entry[2].decode())
         if dtype is None:
@@ -156,13 +156,14 @@ def _check_ndim(name: str, ndim: int) -> None:
         raise ShapeError(f"{name!r} has {ndim} dimensions; a snapshot's tensor has at most {MAX_NDIM}; flatten it")
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Refuse a tensor's name that cannot be written."""
     try:
         size = len(name.encode())
     except UnicodeEncodeError as error:
         raise RangeError(f"the tensor name {name!r} cannot be written in UTF-8; rename it") from error
-    if size > MAX_NAME_BYTES or name == _METADATA:
+    if size > MAX_NAME_BYTES or name == METADATA:
         raise RangeError(
             f"the tensor name {name[:40]!r} of {size} bytes; a snapshot takes at most {MAX_NAME_BYTES}, "
-            f"and not {_METADATA!r}; rename it"
+            f"and not {METADATA!r}; rename it"
         )
