@@ -48,10 +48,27 @@ class Harness:
         for n in self.names:
             self.drain(n)
 
-    def _base(self) -> Base:
+    def _base(self, weights: Tensor | None = None) -> Base:
         shares = self.strategy.shares == "gradients"
         optimizer = ("sgd", {"lr": 0.1, "momentum": 0.0}) if shares else None
-        return Base(LAYOUT, noise(99), optimizer=optimizer, rate=lambda step: 0.1)
+        return Base(LAYOUT, noise(99) if weights is None else weights, optimizer=optimizer, rate=lambda step: 0.1)
+
+    def come(self, name: str, first_base: str | None) -> SiteEnd:
+        """One more site, late and with weights of its own; its first word is on its way."""
+        key = derive(2, len(self.names))
+        end = SiteEnd(
+            name, self._base(noise(98)), self.strategy.for_site(), samples=8, key=key, first_base=first_base
+        )  # fmt: skip
+        self.names.append(name)
+        self.ends[name] = end
+        self.to_server[name], self.to_site[name] = deque(), deque()
+        for sums in (self.updates, self.forgotten):
+            sums[name] = torch.zeros(LAYOUT.numel, dtype=torch.float64)
+        self._watch_forgetting(name)
+        self.server.members.join(name)
+        self.checkpoint = self.server.checkpoint()
+        self._send(name, end.join(same_start=False))
+        return end
 
     def _watch_forgetting(self, name: str) -> None:
         pending = self.ends[name].pending

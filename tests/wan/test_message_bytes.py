@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weightgrad import codecs, errors, wire
 from weightgrad.codecs import Payload
+from weightgrad.wan import encoded_snapshot
 from weightgrad.wan.message_bytes import MessageLimits, pack, to_buffers, unpack
 from weightgrad.wan.messages import Answer, Call, Join, Leave, Message, Part, Push, Restarted, Welcome, nbytes
 from weightgrad.wan.pace import Pace, Report
@@ -92,7 +93,10 @@ specs = st.sampled_from(["fp32", "ef(topk(0.01) > sign())", "qsgd(bits=4)"])
 paces = st.none() | st.builds(Pace, st.integers(1, 2**32 - 1), numbers, specs)
 pushes = st.builds(Push, names, numbers, numbers, numbers, numbers, numbers, parts(), st.booleans(), rates, reports)
 answers = st.builds(Answer, numbers, numbers, numbers, parts(), taken, rates, paces)
-snapshots = st.none() | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=12), tensors(), max_size=5)
+tensor_dictionaries = st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=12), tensors(), max_size=5)
+snapshots = st.none() | tensor_dictionaries
+tensor_names = st.text(st.characters(codec="utf-8"), max_size=12)
+encoded_tensors = st.dictionaries(tensor_names.map("of a codec: {}".format), payloads, max_size=4)
 lists_of_answers = st.lists(answers, max_size=3).map(tuple)
 some = settings(max_examples=60, deadline=None)
 
@@ -115,7 +119,17 @@ def test_welcome(message: Welcome) -> None:
     check(message)
 
 
-@given(st.builds(Call, numbers) | st.builds(Join, names, st.integers(-1, 2**32 - 2)) | st.builds(Leave, names))
+@some
+@given(st.builds(Welcome, *[numbers] * 4, lists_of_answers, tensor_dictionaries, numbers, paces, encoded_tensors))
+def test_welcome_with_encoded_tensors(message: Welcome) -> None:
+    check(message)
+
+
+first_bases = st.sampled_from([None, "fp32", "qsgd(bits=8)", "topk(0.25) > qsgd(bits=4)"])
+joins = st.builds(Join, names, st.integers(-1, 2**32 - 2), first_bases)
+
+
+@given(st.builds(Call, numbers) | joins | st.builds(Leave, names))
 def test_call_join_and_leave(message: Message) -> None:
     check(message)
 
@@ -333,6 +347,10 @@ ANSWER = pack(Answer(1, 1, 1, (), {"iowa": 1, "ohio": 2}))
 PACED = pack(Answer(1, 1, 1, (), pace=Pace(8, 2, "fp32")))
 REPORTED = pack(Push("ohio", 1, 0, 1, 0, 8, report=Report(0.5, 3, 1.5)))
 WELCOME = pack(Welcome(1, 1, 1, 1, (Answer(1, 1, 1, ()),)))
+JOIN = pack(Join("ohio", -1, "bf16"))
+# From 32: the count; from 36 and 86 a length of 1, a name, and a frame of 48 bytes less one.
+ENCODED = pack(Welcome(1, 1, 1, 1, (), {}, encoded={"a": payload("fp32", (2,)), "b": payload("fp32", (2,))}))
+HALF = Payload("fp32", torch.float16, (1,), b"", torch.zeros(4, dtype=torch.uint8))
 
 
 def changed(data: bytes, at: int, new: bytes) -> bytes:
@@ -383,6 +401,33 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "more answers than bytes": (changed(WELCOME, 28, u32(2)), errors.TruncatedError),
     "a call inside a welcome": (WELCOME[:32] + pack(Call(1)), errors.ProtocolError),
     "a welcome inside a welcome": (WELCOME[:32] + WELCOME, errors.ProtocolError),
+    "a first base without a codec": (JOIN[:36], errors.TruncatedError),
+    "a first base cut off": (JOIN[:-1], errors.TruncatedError),
+    "a first base of no letters": (JOIN[:36] + b"\0", errors.ProtocolError),
+    "a first base of an unknown codec": (changed(JOIN, 37, b"zf16"), errors.ProtocolError),
+    "a first base not ASCII": (changed(JOIN, 37, b"\xff"), errors.ProtocolError),
+    "a first base with a memory": (JOIN[:36] + b"\x06onebit", errors.ProtocolError),
+    "a first base after it": (JOIN + b"\0", errors.TrailingBytesError),
+    "no encoded tensors": (changed(ENCODED, 32, u32(0)), errors.ProtocolError),
+    "too many encoded tensors": (changed(ENCODED, 32, u32(9)), errors.SizeLimitError),
+    "more encoded tensors than bytes": (changed(ENCODED, 32, u32(8)), errors.TruncatedError),
+    "one encoded tensor more than there are": (changed(ENCODED, 32, u32(3)), errors.ProtocolError),
+    "no count of encoded tensors": (ENCODED[:34], errors.TruncatedError),
+    "encoded tensors that are not sorted": (changed(ENCODED, 38, b"c"), errors.ProtocolError),
+    "an encoded tensor twice": (changed(ENCODED, 38, b"b"), errors.ProtocolError),
+    "a long name of an encoded tensor": (changed(ENCODED, 36, b"\x01\x02"), errors.SizeLimitError),
+    "a name of an encoded tensor not UTF-8": (changed(ENCODED, 38, b"\xff"), errors.ProtocolError),
+    "a name of an encoded tensor cut off": (changed(ENCODED, 36, b"\xff\x01"), errors.TruncatedError),
+    "an encoded tensor called metadata": (
+        ENCODED[:32] + u32(1) + b"\x0c\0__metadata__" + ENCODED[39:87] + ENCODED[-16:],
+        errors.ProtocolError,
+    ),
+    "an encoded tensor of a damaged frame": (changed(ENCODED, 80, b"\xff"), errors.ChecksumError),
+    "an encoded tensor of float16": (
+        ENCODED[:32] + u32(1) + b"\1\0a" + wire.to_bytes(HALF) + ENCODED[-16:],
+        errors.UnknownDtypeError,
+    ),
+    "encoded tensors without the rest": (changed(ENCODED, 6, b"\x08")[:-16], errors.ProtocolError),
 }
 
 
@@ -391,6 +436,21 @@ def test_bad_message(case: str) -> None:
     data, error = BAD[case]
     with pytest.raises(error):
         unpack(data, LIMITS)
+
+
+def test_a_tensor_both_encoded_and_exact() -> None:
+    with pytest.raises(errors.ProtocolError, match="'a' both encoded and exact"):
+        Welcome(1, 1, 1, 1, (), {"a": torch.zeros(1)}, encoded={"a": payload("fp32", (2,))})
+    exact = pack(Welcome(1, 1, 1, 1, (), {"a": torch.zeros(1)}))[32:]
+    with pytest.raises(errors.ProtocolError, match="'a' both encoded and exact"):
+        unpack(ENCODED[:-16] + exact)
+
+
+def test_encoded_tensors_that_cannot_be_written() -> None:
+    with pytest.raises(errors.RangeError):
+        pack(Welcome(1, 1, 1, 1, (), {}, encoded={"n" * 513: payload("fp32", (2,))}))
+    with pytest.raises(errors.UnknownDtypeError):
+        pack(Welcome(1, 1, 1, 1, (), {}, encoded={"a": HALF}))
 
 
 def test_parts_that_overlap() -> None:
@@ -421,6 +481,8 @@ def test_a_claim_costs_nothing() -> None:
         changed(ANSWER, 20, u32(2**12)),
         changed(WELCOME, 28, u32(2**16)),
         changed(PUSH, 44 + 16, struct.pack("<Q", 2**31)),
+        changed(ENCODED, 32, u32(2**16)),
+        changed(ENCODED, 39 + 16, struct.pack("<Q", 2**31)),
         pack(Welcome(1, 1, 1, 1, (), {}))[:32] + table("{" + entry("a", "F32", str(2**29), 0, 2**31) + "}"),
     ]
     tracemalloc.start()
@@ -449,7 +511,8 @@ def seeds() -> list[bytes]:
         Welcome(2, 3, 2, 1, (Answer(1, 1, 1, ()), answer)),
         Welcome(2, 3, 2, 1, (), named),
         Welcome(2, 3, 2, 1, (answer,), {"base": torch.randn(3)}),
-        *(Call(4), Join("ohio", -1), Leave("iowa"), Restarted()),
+        Welcome(2, 3, 2, 1, (), named, encoded={"a": payload("qsgd(bits=4)", (40,)), "b": payload("fp32", (7,))}),
+        *(Call(4), Join("ohio", -1), Join("ohio", 0, "qsgd(bits=8)"), Leave("iowa"), Restarted()),
     ]
     return [pack(message) for message in messages]
 
@@ -522,6 +585,8 @@ def use(message: Message) -> None:
     for answer in answers:
         for one in answer.parts if isinstance(answer, Push | Answer) else ():
             one.into(torch.zeros(LIMITS.max_elements), 1)
+    if isinstance(message, Welcome) and message.snapshot is not None:
+        encoded_snapshot.whole(message.snapshot, message.encoded, LIMITS.max_elements)
 
 
 def test_no_mutant_escapes() -> None:
