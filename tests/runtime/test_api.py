@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import weightgrad as wg
 from weightgrad import ledger
-from weightgrad.errors import StrategyError
+from weightgrad.errors import SpecError, StrategyError
 from weightgrad.train.launch import Processes, free_port
 
 STEPS, MIDDLE = 6, 4
@@ -433,6 +433,12 @@ def test_what_cannot_be_trained_is_refused_before_anybody_is_asked() -> None:
         site.prepare(model, torch.optim.Adam(model.parameters()), buffers="global")
     with pytest.raises(StrategyError, match="no parameter that is trained"):
         site.prepare(model.requires_grad_(False), torch.optim.Adam(model.parameters()))
+
+
+@pytest.mark.parametrize(("spec", "why"), [("zip", "no codec 'zip'"), ("ef(qsgd(bits=8))", "keeps a memory")])
+def test_a_first_base_that_cannot_be_made_is_refused_before_anybody_is_asked(spec: str, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        wg.join("127.0.0.1:1", site="ohio", insecure=True, first_base=spec)
 
 
 def test_another_model_and_another_strategy_are_refused_with_the_difference(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from weightgrad.errors import RefusedError
-from weightgrad.runtime import issue
+from weightgrad.runtime import issue, saved
 from weightgrad.runtime.site import Site, join
+from weightgrad.runtime.site_facts import digest
 from weightgrad.train.field import train
 from weightgrad.train.launch import Processes
 from weightgrad.train.recipe import Recipe
@@ -103,6 +104,35 @@ def test_a_late_site_gets_the_base(weights: str, caplog: pytest.LogCaptureFixtur
         finish(east, west)
         assert pushed.taken > 3, "it takes part"
         assert_agree(hub, east, west)
+
+
+def test_a_late_site_trains_on_an_approximate_first_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A real process, by the command; the exact base follows, and the two end with the same bits."""
+    recipe = recipe_of(patience=SOON)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    command = [sys.executable, "-m", "weightgrad", "train", str(tmp_path / "recipe.yaml"), "--site", "west"]
+    command += ["--insecure", "--state", str(tmp_path / "west"), "--first-base", "qsgd(bits=8)"]
+    processes = Processes(tmp_path)
+    with Hub(recipe) as hub:
+        east = Runner(recipe, "east", hub.address, to=12)
+        hub.until(lambda: east.version >= 3)
+        try:
+            processes.start("west", [*command, "--server", hub.address])
+            hub.until(lambda: caplog.text.count("west joins with base version") == 2)
+            assert "west joins with base version 0, and takes its first base in qsgd(bits=8)" in caplog.text
+            assert caplog.text.count("west joins with base version -1") == 1, "the exact one"
+            finish(east)
+            hub.until(processes.all_done)
+            assert processes.failed() is None, processes.tail("west")
+        finally:
+            processes.end()
+        assert "the whole base of version 3 has come, exact" in (tmp_path / "west.log").read_text()
+        left = saved.newest(tmp_path / "west", "rank-0")
+        assert left is not None
+        assert "end.approximate" not in left.tensors
+        assert digest(left.tensors["end.base.base"]) == hub.bases[int(left.facts["version"])]
+        assert hub.core.members.by_name["west"].taken > 3, "it takes part"
+        assert_agree(hub, east)
 
 
 def test_a_site_that_leaves_early_is_not_waited_for() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weightgrad.errors import SavedStateError
-from weightgrad.runtime.server import FieldServer
+from weightgrad.runtime.lane_sessions import SessionView
+from weightgrad.runtime.server import FieldServer, ServeOptions
+from weightgrad.train.field import house
+from weightgrad.wan.membership import Member, Members
 from weightgrad.wan.messages import Leave, Message
 
 from .field import Hub, Runner, finish, tiny
@@ -39,6 +44,22 @@ def test_a_server_that_dies_before_the_last_answer_has_left(strategy: str, tmp_p
         second.join()
         assert [site.version for site in sites] == [second.version] * 2
         assert {site.base.digest() for site in sites} == {second.core.base.digest()}
+
+
+def test_a_server_goes_on_while_a_base_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a site that came late, has finished, and waits for the exact base over a slow line."""
+    options = ServeOptions(listen="127.0.0.1:0", until_finished=True)
+    server = FieldServer(house(tiny("baseline", workers=1)), options, None)
+    left = [10**9]
+    monkeypatch.setattr(server, "core", SimpleNamespace(members=Members({"west": Member("west", done=True)})))
+    monkeypatch.setattr(server.lanes, "sessions", lambda: {"west": SessionView("1", 4, left[0])})
+    server._over = time.monotonic() - 1e6
+    assert server._goes_on()
+    left[0] = 0
+    assert server._goes_on(), "and the last word of the site may take a minute"
+    server._over = time.monotonic() - 1e6
+    assert not server._goes_on()
+    server.lanes.stop(0.0)
 
 
 def test_a_server_waits_for_a_site_that_died_before_it_had_its_last_answer(tmp_path: Path) -> None:

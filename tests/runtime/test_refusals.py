@@ -503,6 +503,7 @@ def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.Log
         (lambda west: west.push(None, parts=(Part(9, Fp32().encode(torch.ones(9), {}, 0)[0]),)), "from 9 up to 18"),
         (lambda west: west.push(torch.ones(NUMEL), seen=7), "pushes on base version 7, the server has 0"),
         (lambda west: Join("west", 9), "'west' has base version 9, the server only 0"),
+        (lambda west: pack(Join("west", -1, "bf16")).replace(b"bf16", b"zf16"), "a first base that cannot be made: no"),
         (lambda west: b"", "TruncatedError|header"),
         (lambda west: b"garbage" * 100, "MagicError|WGMS"),
         (lambda west: pack(west.push(torch.ones(NUMEL)))[:-1], "99 bytes came; the frame has 100"),
