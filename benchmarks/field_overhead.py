@@ -44,7 +44,7 @@ class Plan:
     """What is measured."""
 
     subjects: tuple[Subject, ...] = (Subject("cifarnet", 64), Subject("mlp", 128, {"width": 1024}))
-    strategies: tuple[str, ...] = ("baseline", "diloco", "weightgrad")
+    strategies: tuple[str, ...] = ("baseline", "diloco", "weightgrad", "auto")
     ranks: tuple[int, ...] = (1, 2)
     seconds: float = 10.0
     blocks: int = 8  # at least
