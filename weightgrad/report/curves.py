@@ -10,6 +10,7 @@ from typing import TypeAlias
 from weightgrad.report.runs import Run
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 56, 150, 48, 48
+_LETTER = 7.6  # of a name, on average
 _COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
 _OURS = "#d55e00"
 _STYLE = """
@@ -38,8 +39,10 @@ def draw(groups: Mapping[str, Sequence[Run]], *, title: str) -> str:
     def y(accuracy: float) -> float:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (accuracy - low) / max(high - low, 1e-9)
 
+    longest = max(len(name) for name in lines)
+    width = max(_WIDTH, _WIDTH - _RIGHT + 12 + math.ceil(_LETTER * longest))  # long names need more room
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {_HEIGHT}" role="img">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f'<text class="title" x="8" y="22">{escape(title)}</text>',
     ]
