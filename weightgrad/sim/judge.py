@@ -57,8 +57,7 @@ class Judge:
 
     def quantized_base(self) -> Tensor | None:
         """The base as a worker would be given it."""
-        out = None if self._local is None else self._local.weights_out
-        if out is None or self._local is None:
+        if self._local is None or (out := self._local.weights_out) is None:
             return None
         layout = self._task.layout
         key = derive(self._plan.seed, 30, self._base.version)

@@ -7,7 +7,7 @@ order of preference, the first pace whose bytes hide behind the compute between 
 within `reach` steps:
 
 1. nothing encoded, every step, where every link is faster than the codecs are;
-2. rounds every `every` steps with the `density` that training hardly feels;
+2. rounds every `every` steps with the usual `density`;
 3. sparser, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
