@@ -43,14 +43,15 @@ def measure(case: Case, rounds: int) -> Row | None:
     )
     server = GlobalServer(base, row.for_server(), derive(0, 20))
     names = [f"site-{place:03}" for place in range(case.sites)]
-    payloads = _payloads(row.wan_codec("up"), case)
-    if payloads is None:
+    first = _payloads(row.wan_codec("up"), case, 0)
+    if first is None:
         return None
     for name in names:
         server.members.join(name)
     best, held, size = math.inf, 0, 0
     for number in range(1, rounds + 3):
         last = number == rounds + 2
+        payloads = first if number == 1 else _payloads(row.wan_codec("up"), case, number) or first
         pushes = [_push(name, number, base.version, part) for name, part in zip(names, payloads, strict=True)]
         size = nbytes(pushes[0])
         began, spent = time.process_time(), 0.0
@@ -84,11 +85,11 @@ def _rate(step: int) -> float:
     return 0.1
 
 
-def _payloads(codec: Codec, case: Case) -> list[Part] | None:
-    """One for each site, each of its own numbers; None: too much for memory."""
+def _payloads(codec: Codec, case: Case, number: int) -> list[Part] | None:
+    """One for each site, each of its own numbers, others every round; None: too much for memory."""
     found: list[Part] = []
     for place in range(case.sites):
-        update = torch.randn(case.numel, generator=torch.Generator().manual_seed(place))
+        update = torch.randn(case.numel, generator=torch.Generator().manual_seed(derive(number, place) >> 1))
         payload, _ = codec.encode(update, codec.init(update), derive(1, place))
         found.append(Part(0, payload))
         if payload.body.numel() * case.sites > _MOST_BYTES:

@@ -22,10 +22,10 @@ from weightgrad.wan.selectors import Stretch
 
 
 class Accumulator:
-    """The pushes of one round, adding up."""
+    """The pushes of one round, adding up; in `room`, if there is some: fresh memory costs more than the adding."""
 
-    def __init__(self, numel: int, *, counts: bool = False, keep_all: bool = False) -> None:
-        self.total = torch.zeros(numel)
+    def __init__(self, numel: int, *, room: Tensor | None = None, counts: bool = False, keep_all: bool = False) -> None:
+        self.total = torch.zeros(numel) if room is None else room.zero_()
         self.weight = 0.0  # of all that took part, senders of nothing too
         self.senders: list[str] = []
         self.touched: dict[int, tuple[int, ...]] = {}  # start -> shape of the stretches sent
@@ -76,9 +76,9 @@ class Aggregator(ABC):
 
     word: ClassVar[str]
 
-    def open(self, numel: int) -> Accumulator:
+    def open(self, numel: int, room: Tensor | None = None) -> Accumulator:
         """An empty round."""
-        return Accumulator(numel)
+        return Accumulator(numel, room=room)
 
     @abstractmethod
     def close(self, round_: Accumulator, state: State) -> Tensor:
@@ -101,9 +101,9 @@ class Mean(Aggregator):
 class SenderMean(Aggregator):
     """For each entry the mean over the sites that sent it (SparseLoCo)."""
 
-    def open(self, numel: int) -> Accumulator:
+    def open(self, numel: int, room: Tensor | None = None) -> Accumulator:
         """With a count for each entry."""
-        return Accumulator(numel, counts=True)
+        return Accumulator(numel, room=room, counts=True)
 
     def close(self, round_: Accumulator, state: State) -> Tensor:
         """Total over count."""
@@ -133,9 +133,9 @@ class TrimmedMean(Aggregator):
     def __post_init__(self) -> None:
         check("trimmed_mean", "trim", self.trim, 0, 10**6, whole=True)
 
-    def open(self, numel: int) -> Accumulator:
+    def open(self, numel: int, room: Tensor | None = None) -> Accumulator:
         """Keeps every push."""
-        return Accumulator(numel, keep_all=True)
+        return Accumulator(numel, room=room, keep_all=True)
 
     def close(self, round_: Accumulator, state: State) -> Tensor:
         """Sort, cut, mean."""
@@ -152,9 +152,9 @@ class TrimmedMean(Aggregator):
 class Median(Aggregator):
     """Median of each coordinate: a minority of lying sites cannot move it far."""
 
-    def open(self, numel: int) -> Accumulator:
+    def open(self, numel: int, room: Tensor | None = None) -> Accumulator:
         """Keeps every push."""
-        return Accumulator(numel, keep_all=True)
+        return Accumulator(numel, room=room, keep_all=True)
 
     def close(self, round_: Accumulator, state: State) -> Tensor:
         """What is left when all but the middle one or two are trimmed."""

@@ -133,6 +133,7 @@ class GlobalServer:
         self._out = Outbound(base.layout, plan.down, key, per_tensor=plan.per_tensor, keep_loss=plan.keep_loss)
         self._memory: dict[str, Tensor] = {}
         self._rounds: dict[int, _Round] = {}
+        self._room: Tensor | None = None  # where the next round may add up
         self._round = 0  # the last closed one
         self._log: AnswerLog = MemoryLog(4 * base.layout.numel) if log is None else log
         self._samples: int | None = None
@@ -227,12 +228,12 @@ class GlobalServer:
         number = self._round + 1 if self._plan.consistency.alone else max(push.round, self._round + 1)
         if number not in self._rounds:
             self._open(number, push.site, now, out)
-        current = self._rounds[number]
+        current, size = self._rounds[number], nbytes(push)
         current.waiting.append(self._guarded(push, out))
-        current.came[push.site] = (now, nbytes(push))
+        current.came[push.site] = (now, size)
         self._hear(push)
         current.step = max(current.step, push.step)
-        current.up_bytes += nbytes(push)
+        current.up_bytes += size
         current.senders.add(push.site)
         current.taken[push.site] = push.round
         current.all.append((push.site, push.round))
@@ -266,7 +267,8 @@ class GlobalServer:
             current.rate = push.rate if push.rate is not None else current.rate
 
     def _open(self, number: int, sender: str, now: float, out: Outbox) -> None:
-        self._rounds[number] = _Round(now, self._plan.aggregator.open(self.base.layout.numel))
+        self._rounds[number] = _Round(now, self._plan.aggregator.open(self.base.layout.numel, self._room))
+        self._room = None
         if self._plan.calls and not self._plan.consistency.alone:
             called = [m for m in self.members.awaited if m.name != sender and m.round < number]
             out.messages += [(m.name, Call(number)) for m in called]
@@ -320,6 +322,7 @@ class GlobalServer:
         touched = current.pushes.stretches()
         moved = self._plan.aggregator.close(current.pushes, self._memory)
         parts = self._encode(moved, touched, number)
+        self._room = current.pushes.total
         decision = self.planner.decide([m.name for m in self.members.awaited]) if self.planner is not None else None
         answer = Answer(
             self.base.version + 1,
@@ -331,9 +334,9 @@ class GlobalServer:
             decision.pace if decision is not None else None,
         )
         if self.planner is not None:
+            down = nbytes(answer)
             self._held |= {
-                (site, current.taken[site]): (now - came, size + nbytes(answer))
-                for site, (came, size) in current.came.items()
+                (site, current.taken[site]): (now - came, size + down) for site, (came, size) in current.came.items()
             }
             while len(self._held) > 4 * len(self.members.by_name):
                 del self._held[next(iter(self._held))]

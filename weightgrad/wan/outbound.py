@@ -24,7 +24,7 @@ class Outbound:
     def __init__(self, layout: Layout, codec: Codec, key: int, *, per_tensor: bool, keep_loss: bool) -> None:
         self.layout = layout
         self.held = torch.zeros(layout.numel)
-        self._codec = codec.inner if isinstance(codec, ErrorFeedback) else codec
+        self._codec = _plain(codec)
         self._key = key
         self._per_tensor = per_tensor
         self._keep = keep_loss
@@ -75,7 +75,7 @@ class Outbound:
         return tuple(parts)
 
     def _encode(self, stretch: Stretch, fresh: Tensor, put: bool, key: int, instead: Codec | None) -> Part:
-        codec = self._codec if instead is None else instead
+        codec = self._codec if instead is None else _plain(instead)
         held = self.held[stretch.start : stretch.stop]
         x = held.new_zeros(stretch.shape) if put else fresh[stretch.start : stretch.stop].view(stretch.shape)
         shape, state = (None, {}) if instead is not None else self._states.pop(stretch.start, (None, {}))
@@ -131,3 +131,8 @@ class Outbound:
                 _, start, sides, own = name.split(".", 3)
                 shape = tuple(int(side) for side in sides.split("x") if side)
                 self._states.setdefault(int(start), (shape, {}))[1][own] = tensor.clone()
+
+
+def _plain(codec: Codec) -> Codec:
+    """Without error feedback of its own: what is held here is that."""
+    return codec.inner if isinstance(codec, ErrorFeedback) else codec
