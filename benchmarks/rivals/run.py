@@ -36,7 +36,7 @@ from weightgrad.errors import NamespacesRefusedError, WeightGradError
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.task import Training
 
-RIVALS = "ddp,ddp-fp16,ddp-powersgd,post-local,torchft,hivemind,weightgrad,auto"
+RIVALS = "alone,ddp,ddp-fp16,ddp-powersgd,post-local,torchft,hivemind,weightgrad,auto"
 QUICK_STEPS = 24
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+ALONE = "alone"  # no rival: the same loop without an exchange
 GLOO = ("ddp", "ddp-fp16", "ddp-powersgd", "post-local")
 INSTALLED = ("torchft", "hivemind")  # in environments of their own, see install.sh
 OWN = ("weightgrad", "auto")
-RIVALS = (*GLOO, *INSTALLED, *OWN)
+RIVALS = (ALONE, *GLOO, *INSTALLED, *OWN)
 
 SETTINGS = {
+    "alone": "no rival: the same loop, and nothing is exchanged; the step of a WAN that costs nothing.",
     "ddp": "DistributedDataParallel over Gloo, float32, buckets of 25 MB as by default.",
     "ddp-fp16": "the same with fp16_compress_hook.",
     "ddp-powersgd": "the same with powerSGD_hook, rank 4, from step 10 on, error feedback and warm start.",

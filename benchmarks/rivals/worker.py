@@ -29,7 +29,11 @@ from weightgrad.train.run import optimizer_options, rate_of
 from weightgrad.train.task import Training
 
 _LOOK_SECONDS = 0.005
-_FILES = {"torchft": "rival_torchft", "hivemind": "rival_hivemind"}  # the others are PyTorch's own
+_FILES = {
+    "alone": "rival_alone",
+    "torchft": "rival_torchft",
+    "hivemind": "rival_hivemind",
+}  # the others are PyTorch's own
 
 
 def run(spec: Spec, rank: int, addresses: list[str]) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
+_VECTORS = 4  # weights and gradients, and room for one more of each
+
+
 class Bridge:
     """The trainable parameters of a module, tied ones once."""
 
@@ -39,27 +42,38 @@ class Bridge:
         self.layout = Layout.of_shapes((name, tuple(p.shape)) for name, p in named)
         self.partitioned = any(_in_parts(p) for p in self.parameters)
         self._views = all(_plain(p) for p in self.parameters)
+        self._seen: dict[int, tuple[Tensor, list[Tensor]]] = {}  # the last few vectors, and their views
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """Made once for a vector: it is the same one at every step."""
+        found = self._seen.get(id(flat))
+        if found is None:
+            if len(self._seen) == _VECTORS:
+                self._seen.clear()
+            found = self._seen[id(flat)] = flat, self.layout.views(flat)
+        return found[1]
 
     @torch.no_grad()
     def read_weights(self, out: Tensor) -> None:
         """Module to flat vector."""
-        for view, parameter in zip(self.layout.views(out), self.parameters, strict=True):
+        for view, parameter in zip(self._views_of(out), self.parameters, strict=True):
             if view.data_ptr() != parameter.data_ptr():
                 view.copy_(_whole(parameter))
 
     @torch.no_grad()
     def write_weights(self, flat: Tensor) -> None:
         """Flat vector to module. Where they can be, parameters are views of this very vector from now on."""
-        for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
+        for view, parameter in zip(self._views_of(flat), self.parameters, strict=True):
             if self._views:
-                parameter.data = view
+                if parameter.data_ptr() != view.data_ptr():
+                    parameter.data = view
             else:
                 _put(parameter, view)
 
     @torch.no_grad()
     def read_gradient(self, out: Tensor) -> None:
         """The gradients that backward left; none is zero. No -0: as if they had been added to zeros."""
-        for view, parameter in zip(self.layout.views(out), self.parameters, strict=True):
+        for view, parameter in zip(self._views_of(out), self.parameters, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
@@ -72,7 +86,7 @@ class Bridge:
     @torch.no_grad()
     def write_gradient(self, flat: Tensor) -> None:
         """Give every parameter its part as its gradient."""
-        for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
+        for view, parameter in zip(self._views_of(flat), self.parameters, strict=True):
             if self._views:
                 parameter.grad = view
             else:
