@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -57,18 +58,21 @@ def dots(
         parts.append(f'<text class="quiet" {place} text-anchor="middle">{value:,.0f}</text>')
     parts.append(f'<text class="quiet" x="{_LEFT}" y="{_HEIGHT - 8}">{escape(f"{x}; up: {y}")}</text>')
     parts += _marks(across, upright, horizontal, vertical)
-    lines = [(_LEFT, vertical.at(value) - 1, _WIDTH - _RIGHT, vertical.at(value) + 1) for value in across.values()]
+    lines: list[Box] = [
+        (_LEFT, vertical.at(value) - 1, _WIDTH - _RIGHT, vertical.at(value) + 1) for value in across.values()
+    ]
     lines += [(horizontal.at(value) - 1, _TOP, horizontal.at(value) + 1, _HEIGHT) for value in upright.values()]
     return "\n".join([*parts, *_drawn(series, horizontal, vertical, lines), "</svg>", ""])
 
 
 def _marks(across: Mapping[str, float], upright: Mapping[str, float], horizontal: Axis, vertical: Axis) -> list[str]:
-    parts, edge, above = [], _WIDTH - _RIGHT, float("-inf")
+    parts: list[str] = []
+    edge, above = _WIDTH - _RIGHT, -math.inf
     dashed = 'stroke="#888" stroke-dasharray="5 4"'
     for name, value in upright.items():
-        at = f"{horizontal.at(value):.1f}"
-        parts.append(f'<line {dashed} x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text class="quiet" x="{at}" y="{_TOP - 6}" text-anchor="middle">{escape(name)}</text>')
+        place = f"{horizontal.at(value):.1f}"
+        parts.append(f'<line {dashed} x1="{place}" x2="{place}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
+        parts.append(f'<text class="quiet" x="{place}" y="{_TOP - 6}" text-anchor="middle">{escape(name)}</text>')
     for name, value in sorted(across.items(), key=lambda mark: -mark[1]):
         at = vertical.at(value)
         above = max(at, above + _LINE)
