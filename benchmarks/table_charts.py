@@ -12,16 +12,16 @@ from weightgrad.report.runs import Run
 Points = list[tuple[float, float]]
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 400, 64, 170, 44, 48
-_COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
-_OURS = "#d55e00"
-_STYLE = """
+COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
+OURS = "#d55e00"
+STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #222; }
   .title { font-size: 16px; font-weight: 600; } .quiet { fill: #777; } .grid { stroke: #ddd; } path { fill: none; }
   @media (prefers-color-scheme: dark) { text { fill: #e6e6e6; } .quiet { fill: #999; } .grid { stroke: #444; } }
 """
 
 
-class _Axis:
+class Axis:
     """From values to pixels."""
 
     def __init__(self, values: Sequence[float], pixels: tuple[float, float], *, log: bool) -> None:
@@ -56,11 +56,11 @@ def lines(series: Mapping[str, Points], *, title: str, x: str, y: str, log_x: bo
     if not kept:
         return ""
     every = [point for points in kept.values() for point in points]
-    across = _Axis([a for a, _ in every], (_LEFT, _WIDTH - _RIGHT), log=log_x)
-    up = _Axis([b for _, b in every], (_HEIGHT - _BOTTOM, _TOP), log=log_y)
+    across = Axis([a for a, _ in every], (_LEFT, _WIDTH - _RIGHT), log=log_x)
+    up = Axis([b for _, b in every], (_HEIGHT - _BOTTOM, _TOP), log=log_y)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f"<title>{escape(title)}</title><style>{STYLE}</style>",
         f'<text class="title" x="8" y="22">{escape(title)}</text>',
     ]
     for value in up.ticks():
@@ -74,11 +74,11 @@ def lines(series: Mapping[str, Points], *, title: str, x: str, y: str, log_x: bo
     return "\n".join([*parts, *_drawn(kept, across, up), "</svg>", ""])
 
 
-def _drawn(series: Mapping[str, Points], across: _Axis, up: _Axis) -> list[str]:
+def _drawn(series: Mapping[str, Points], across: Axis, up: Axis) -> list[str]:
     parts, ends = [], []
     for place, (name, points) in enumerate(series.items()):
         ours = name in ("weightgrad", "auto")
-        color = _OURS if ours else _COLORS[place % len(_COLORS)]
+        color = OURS if ours else COLORS[place % len(COLORS)]
         path = " ".join(f"{'L' if n else 'M'}{across.at(a):.1f} {up.at(b):.1f}" for n, (a, b) in enumerate(points))
         dash = ' stroke-dasharray="5 4"' if name in ("baseline", "auto") else ""
         parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{2.8 if ours else 1.6}"{dash}/>')

@@ -150,6 +150,7 @@ def rows(part: Mapping[str, Sequence[Run]]) -> list[Row]:
                 "wan_mb": one.wan_bytes / 1e6,
                 "lan_mb": one.lan_bytes / 1e6,
                 "ratio": None if one.diverged else one.wan_ratio,
+                "ratio_to": one.wan_ratio_to_accuracy,
                 "waiting": 100 * one.waiting_share,
             }
         )
@@ -179,6 +180,7 @@ COLUMNS = {
     "reached": ("seeds that reached it", "reached", "{:d}"),
     "wan_mb": ("WAN MB", "wan_mb", "{:.4g}"),
     "ratio": ("fewer bytes", "ratio", "{:.4g}"),
+    "ratio_to": ("fewer bytes, same accuracy", "ratio_to", "{:.4g}"),
     "waiting": ("waiting %", "waiting", "{:.1f}"),
 }
 

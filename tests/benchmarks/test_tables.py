@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import server_cost
 import table_allreduce
 import table_charts
 import table_consistency
+import table_dots
+import table_limits
 import table_mlp
 import table_qsgd
 import table_runs
@@ -51,9 +54,11 @@ MLP = table_mlp.Plan(steps=2, batch=8, width=8, evaluate_on=20, repeats=1, data=
 ALLREDUCE = table_allreduce.Plan(
     sides=(32, 64), workers=(2, 4), repeats=1, exact_side=32, exact_workers=3, exact_steps=2
 )
+LIMITS = table_limits.Plan(steps=2, batch=8, evaluate_on=20, data="digits", model="lenet-digits")
 MAKERS: dict[str, Callable[[Options], Document]] = {
     "consistency": lambda options: table_consistency.make(CONSISTENCY, options),
     "skew": lambda options: table_skew.make(SKEW, options),
+    "limits": lambda options: table_limits.make(LIMITS, options),
     "scale": lambda options: table_scale.make(SCALE, options),
     "mlp": lambda options: table_mlp.make(MLP, options),
     "allreduce": lambda options: table_allreduce.make(ALLREDUCE, options),
@@ -114,6 +119,52 @@ def test_qsgds_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {row["name"]: row for row in grid.rows}
     assert 13 < by_name["2 bits, stochastic"]["ratio"] < 16
     assert 3.8 < by_name["8 bits, nearest"]["ratio"] < 4
+
+
+def outcome(setting: table_limits.Setting, ratio: float, points: float, twice: float = 0.5) -> table_limits.Outcome:
+    return table_limits.Outcome(setting, ratio, Difference(points, twice))
+
+
+def test_the_limit_is_said() -> None:
+    first, default, *others = table_limits.SETTINGS[1:]
+    found = [outcome(first, 500, 1.0), outcome(default, 985, 0.0), *(outcome(one, 2000, -3.0) for one in others)]
+    assert default == table_limits.DEFAULT
+    assert table_limits.goal(found).holds is None  # a row is missing: it might have saved more
+    found.insert(0, outcome(table_limits.SETTINGS[0], 150, 1.0))
+    assert table_limits.goal(found).holds is False
+    assert "the most: 2,000 times" in table_limits.goal(found).found
+    for points, holds in ((-3.0, False), (0.0, None), (1.0, True)):
+        more = [*found[:-1], outcome(others[-1], 3500, points)]
+        assert table_limits.goal(more).holds is holds
+        assert table_limits.limit(more).holds is holds
+    said = table_limits.limit([*found[:-1], outcome(others[-1], 3500, 0.0)]).found
+    assert f"no further below: 500 times with {first.name}" in said
+    assert f"cannot be told: 3,500 times with {others[-1].name}" in said
+    assert f"is further below: 2,000 times with {others[0].name}" in said
+
+
+def test_a_setting_knows_how_long_it_was_kept(options: Options) -> None:
+    setting = table_limits.Setting(0.001, 8)  # sparser than the planner would go by itself
+    chosen = table_limits.recipe(table_limits.QUICK).with_settings(["training.evaluate_on=20", "training.batch=8"])
+    cells = table_runs.cells("x", chosen, {setting.name: setting.strategy}, 1)
+    (made,) = table_runs.run(cells, options).all()
+    last = made.paces[-1]
+    assert (last["every"], last["up"], last["down"]) == (
+        8,
+        "ef(topk(0.001) > sign())",
+        "ef(topk(0.002) > sign())",
+    )
+    assert 0.5 < setting.kept(made) < 1
+    assert table_limits.DEFAULT.kept(made) == 0
+
+
+def test_the_settings_are_whole_rows_of_the_paper() -> None:
+    jobs = table_limits.wanted(table_limits.Plan(seeds=2))
+    assert len(jobs) == 2 * (1 + len(table_limits.SETTINGS))
+    paper = Recipe.load(tables.ROOT / "recipes" / "paper.yaml").training
+    for own in (job.recipe.training for job in jobs):
+        assert (own.steps, own.batch, own.evaluate_every) == (paper.steps, paper.batch, paper.evaluate_every)
+    assert all(setting in table_limits.SETTINGS for pair in table_limits.ALIKE for setting in pair)
 
 
 def test_a_changed_row_is_another_run(options: Options) -> None:
@@ -199,6 +250,15 @@ def test_lines_of_nothing_are_nothing() -> None:
     drawn = table_charts.lines({"a": [(1, 2), (10, 3)], "weightgrad": [(2, 2)]}, title="t < u", x="x", y="y")
     assert "t &lt; u" in drawn
     assert drawn.count("<path") == 2
+
+
+def test_labels_keep_clear_of_each_other() -> None:
+    near = [table_dots.Dot(1000 + n, 70 + n / 100, 0.5, f"row {n} <") for n in range(3)]
+    drawn = table_dots.dots({"a": near}, title="t", x="x", y="y", across={"base": 71}, upright={"goal": 3000})
+    assert drawn.count("<circle") == 3
+    places = [re.search(rf'x="([\d.]+)" y="([\d.]+)"[^>]*>row {n} &lt;', drawn) for n in range(3)]
+    assert len({place.groups() for place in places if place}) == 3
+    assert table_dots.dots({"a": []}, title="t", x="x", y="y", across={}, upright={}) == ""
 
 
 @pytest.mark.parametrize(

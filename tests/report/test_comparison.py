@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from weightgrad.report import comparison, comparison_table
-from weightgrad.report.comparison import compare, seconds_to
+from weightgrad.report.comparison import compare, seconds_to, wan_bytes_to
 from weightgrad.report.figures import ratio_text
 from weightgrad.report.runs import Run
 
@@ -28,7 +29,7 @@ def run(strategy: str, curve: list[tuple[float, float | None]], *, seed: int = 0
         "lan_bytes": 500,
         "waiting_share": 0.5,
     }
-    evaluations = tuple({"t": t, "step": k, "accuracy": a, "wan_bytes": 0} for k, (t, a) in enumerate(curve))
+    evaluations = tuple({"t": t, "step": k, "accuracy": a, "wan_bytes": 7 * t} for k, (t, a) in enumerate(curve))
     header = {"strategy": strategy, "seed": seed, "recipe": {"strategy": {"name": strategy}, "seed": seed}}
     return Run(Path(), header, (), (), evaluations, (), (), (), (), "finished", summary | changes)
 
@@ -48,6 +49,21 @@ def run(strategy: str, curve: list[tuple[float, float | None]], *, seed: int = 0
 )
 def test_seconds_to(curve: list[tuple[float, float | None]], target: float, wanted: float | None) -> None:
     assert seconds_to(run("any", curve).evaluations, target) == (None if wanted is None else pytest.approx(wanted))
+
+
+def test_bytes_are_read_off_as_times_are() -> None:
+    dips = run("any", [(0, 0.0), (10, 0.4), (20, 0.2), (30, 0.6)]).evaluations
+    assert wan_bytes_to(dips, 0.5) == pytest.approx(7 * 25)
+    assert wan_bytes_to(dips, 0.7) is None
+    half = [{**line, "wan_bytes": line["wan_bytes"] / 2} for line in dips]
+    other = replace(run("other", []), evaluations=tuple(half))
+    never = run("never", [(0, 0.0), (10, 0.5)])
+    groups = {"baseline": [run("baseline", [(0, 0.0), (100, 0.5)])], "other": [other], "never": [never]}
+    found = compare(groups).rows
+    # 99 % of 0.5: the baseline after 99 s of 7 bytes, the other on the line from its best, 0.4, to 0.6
+    assert found[1].wan_ratio_to_accuracy == pytest.approx(7 * 99 / (3.5 * (20 + 10 * (0.495 - 0.4) / 0.2)))
+    assert found[2].wan_ratio_to_accuracy == pytest.approx(99 / 9.9)
+    assert compare(groups, target=0.6).rows[2].wan_ratio_to_accuracy is None
 
 
 def test_means_spread_and_ratios() -> None:

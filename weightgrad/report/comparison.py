@@ -5,7 +5,7 @@ Speedup is the virtual time the baseline takes to reach an accuracy over the tim
 takes to reach the same: strategies that end elsewhere cannot be compared by the length of their
 runs. The accuracy to reach is, seed by seed, 99 % of what the baseline ends with, unless one is
 given. When it is reached is read off a straight line between the evaluations before and after the
-best accuracy so far first passes it.
+best accuracy so far first passes it; so are the bytes that were sent until then.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Row:
     reached: int  # seeds that have reached it
     wan_bytes: int
     wan_ratio: float | None  # the reference's bytes over these; None: there are none
+    wan_ratio_to_accuracy: float | None  # the same up to the accuracy; None: no seed has reached it
     lan_bytes: int
     waiting_share: float
     quantized_accuracy: float | None
@@ -73,17 +74,26 @@ class Comparison:
 
 def seconds_to(evaluations: Sequence[Line], target: float) -> float | None:
     """The virtual time at which the best accuracy so far first is `target`; None if it never is."""
+    return _first("t", evaluations, target)
+
+
+def wan_bytes_to(evaluations: Sequence[Line], target: float) -> float | None:
+    """The bytes that the WAN had carried by then; None if it never is."""
+    return _first("wan_bytes", evaluations, target)
+
+
+def _first(key: str, evaluations: Sequence[Line], target: float) -> float | None:
     before: tuple[float, float] | None = None
     for line in evaluations:
         if line["accuracy"] is None:
             continue
-        time, accuracy = float(line["t"]), float(line["accuracy"])
+        value, accuracy = float(line[key]), float(line["accuracy"])
         if accuracy >= target:
             if before is None:
-                return time
-            return before[0] + (time - before[0]) * (target - before[1]) / (accuracy - before[1])
+                return value
+            return before[0] + (value - before[0]) * (target - before[1]) / (accuracy - before[1])
         # Below the target the best so far is what the line to the next evaluation starts from.
-        before = (time, accuracy if before is None else max(accuracy, before[1]))
+        before = (value, accuracy if before is None else max(accuracy, before[1]))
     return None
 
 
@@ -96,15 +106,20 @@ def _points(accuracy: float | None, reference: float | None) -> float | None:
     return None if accuracy is None or reference is None else 100 * (accuracy - reference)
 
 
-def _speedups(runs: Sequence[Run], reference: Mapping[int, Run], target: float | None) -> list[tuple[float, float]]:
-    """(speedup, seconds) for each seed that reaches the target and has a reference that does."""
+def _savings(
+    key: str, runs: Sequence[Run], reference: Mapping[int, Run], target: float | None
+) -> list[tuple[float, float]]:
+    """(how many times less than the reference, how much) for each seed that reaches the target, if the reference does.
+
+    Of `key`, time or bytes.
+    """
     found = []
     for run in runs:
         base = reference.get(run.seed)
         if base is None or (target is None and base.summary["accuracy"] is None):
             continue
         wanted = SHARE_OF_BASELINE * base.summary["accuracy"] if target is None else target
-        theirs, ours = seconds_to(base.evaluations, wanted), seconds_to(run.evaluations, wanted)
+        theirs, ours = _first(key, base.evaluations, wanted), _first(key, run.evaluations, wanted)
         if theirs is not None and ours is not None and ours > 0:
             found.append((theirs / ours, ours))
     return found
@@ -117,7 +132,8 @@ def _row(strategy: str, runs: Sequence[Run], reference: Sequence[Run], target: f
     reference_accuracy = _mean(run.summary["accuracy"] for run in reference)
     wan = statistics.fmean(s["wan_bytes"] for s in summaries)
     reference_wan = statistics.fmean(run.summary["wan_bytes"] for run in reference)
-    speedups = _speedups(runs, {run.seed: run for run in reference}, target)
+    by_seed = {run.seed: run for run in reference}
+    speedups = _savings("t", runs, by_seed, target)
     return Row(
         strategy=strategy,
         seeds=tuple(run.seed for run in runs),
@@ -130,6 +146,7 @@ def _row(strategy: str, runs: Sequence[Run], reference: Sequence[Run], target: f
         reached=len(speedups),
         wan_bytes=round(wan),
         wan_ratio=reference_wan / wan if wan else None,
+        wan_ratio_to_accuracy=_mean(ratio for ratio, _ in _savings("wan_bytes", runs, by_seed, target)),
         lan_bytes=round(statistics.fmean(s["lan_bytes"] for s in summaries)),
         waiting_share=statistics.fmean(s["waiting_share"] for s in summaries),
         quantized_accuracy=_mean(s.get("quantized_accuracy") for s in summaries),
