@@ -67,16 +67,12 @@ class Setting:
 DEFAULT = Setting(Auto.density, Auto.every)
 SETTINGS = (
     *(Setting(density, 4) for density in (0.1, 0.02, 0.01, 0.005, 0.0025)),
-    *(Setting(density, 8) for density in (0.01, 0.005)),
-    Setting(0.005, 2),
-    Setting(0.02, 16),
+    Setting(0.01, 8),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 # About the same bytes: oftener and sparser, or seldom and denser.
 ALIKE = (
-    (Setting(0.005, 2), Setting(0.01, 4)),
     (Setting(0.005, 4), Setting(0.01, 8)),
-    (Setting(0.0025, 4), Setting(0.005, 8)),
 )
 
 
