@@ -71,9 +71,7 @@ SETTINGS = (
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 # About the same bytes: oftener and sparser, or seldom and denser.
-ALIKE = (
-    (Setting(0.005, 4), Setting(0.01, 8)),
-)
+ALIKE = ((Setting(0.005, 4), Setting(0.01, 8)),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,5 +25,20 @@ def test_every_strategy_has_a_line_and_its_name(tmp_path: Path) -> None:
     assert {"baseline", "gaia", "weightgrad", "a < b"} <= set(words)
 
 
+def test_several_seeds_are_one_line_in_a_band(tmp_path: Path) -> None:
+    runs = []
+    for seed in (0, 1):
+        fake_runs.simulate(fake_runs.recipe(strategy="gaia", steps=40, seed=seed), tmp_path / str(seed))
+        runs.append(Run.read(tmp_path / str(seed)))
+    tree = ElementTree.fromstring(curves.draw({"gaia": runs}, title="both"))
+    (line,) = (e.attrib["d"] for e in tree.iter() if e.tag.endswith("path"))
+    (band,) = (e.attrib["points"].split() for e in tree.iter() if e.tag.endswith("polygon"))
+    heights = [float(place.split()[1]) for place in line.replace("M", "L").split("L")[1:]]
+    above, below = band[1::2][: len(heights)], band[1::2][len(heights) :][::-1]
+    assert all(float(top) <= at <= float(bottom) for top, at, bottom in zip(above, heights, below, strict=True))
+    assert any(float(top) < float(bottom) for top, bottom in zip(above, below, strict=True))
+    assert "mean of 2 seeds" in " ".join(e.text or "" for e in tree.iter())
+
+
 def test_nothing_evaluated_is_no_chart() -> None:
     assert curves.draw({}, title="none") == ""

@@ -1,11 +1,16 @@
-"""Accuracy against virtual time as an SVG file: one line a strategy, time on a log scale, names at their ends."""
+"""Accuracy against virtual time as an SVG file: one line a strategy, time on a log scale, names at their ends.
+
+With several seeds a line is their mean, evaluation by evaluation as far as all of them go, in a band from the least to
+the greatest.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import TypeAlias
+from statistics import fmean
+from typing import NamedTuple, TypeAlias
 
 from weightgrad.report.runs import Run
 
@@ -13,6 +18,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 56, 150, 48, 48
 _LETTER = 7.6  # of a name, on average
 _COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
 _OURS = "#d55e00"
+_CORNERS = str.maketrans("", "", "ML")  # of a path, to make it a polygon
 _STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #222; }
   .title { font-size: 16px; font-weight: 600; }
@@ -23,13 +29,13 @@ _STYLE = """
 
 
 def draw(groups: Mapping[str, Sequence[Run]], *, title: str) -> str:
-    """The first seed of every strategy; empty when nothing was evaluated."""
-    lines = {name: _points(runs[0]) for name, runs in groups.items() if runs}
+    """All seeds of every strategy; empty when nothing was evaluated."""
+    lines = {name: _line(runs) for name, runs in groups.items()}
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return ""
-    times = [t for points in lines.values() for t, _ in points]
-    heights = [a for points in lines.values() for _, a in points]
+    times = [point.t for points in lines.values() for point in points]
+    heights = [a for points in lines.values() for point in points for a in (point.least, point.greatest)]
     first, last = math.log10(min(times)), math.log10(max(times))
     low, high = math.floor(min(heights) / 5) * 5, math.ceil(max(heights) / 5) * 5
 
@@ -54,9 +60,30 @@ def draw(groups: Mapping[str, Sequence[Run]], *, title: str) -> str:
         parts.append(
             f'<text class="quiet" x="{x(t):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{t:g} s</text>'
         )
-    parts.append(f'<text class="quiet" x="{_LEFT}" y="{_HEIGHT - 8}">virtual time, log scale</text>')
+    seeds = max(len(runs) for runs in groups.values())
+    several = f"; mean of {seeds} seeds, in a band from the least to the greatest" if seeds > 1 else ""
+    parts.append(f'<text class="quiet" x="{_LEFT}" y="{_HEIGHT - 8}">virtual time, log scale{several}</text>')
     parts += _drawn(lines, x, y)
     return "\n".join([*parts, "</svg>", ""])
+
+
+class Point(NamedTuple):
+    """An evaluation, over the seeds."""
+
+    t: float
+    accuracy: float
+    least: float
+    greatest: float
+
+
+def _line(runs: Sequence[Run]) -> list[Point]:
+    seeds = [found for run in runs if (found := _points(run))]
+    line = []
+    for place in range(min(map(len, seeds), default=0)):
+        t, accuracy = (fmean(values) for values in zip(*(seed[place] for seed in seeds), strict=True))
+        each = [seed[place][1] for seed in seeds]
+        line.append(Point(t, accuracy, min(each), max(each)))
+    return line
 
 
 def _points(run: Run) -> list[tuple[float, float]]:
@@ -73,16 +100,23 @@ def _ticks(low: float, high: float) -> list[float]:
 Scale: TypeAlias = Callable[[float], float]
 
 
-def _drawn(lines: Mapping[str, list[tuple[float, float]]], x: Scale, y: Scale) -> list[str]:
+def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
+    return " ".join(f"{'L' if i else 'M'}{x(t):.1f} {y(a):.1f}" for i, (t, a) in enumerate(points))
+
+
+def _drawn(lines: Mapping[str, list[Point]], x: Scale, y: Scale) -> list[str]:
     """The lines, and their names at the right without overlap."""
     parts, names = [], []
     for place, (name, points) in enumerate(lines.items()):
         ours = name == "weightgrad"
         color = _OURS if ours else _COLORS[place % len(_COLORS)]
-        path = " ".join(f"{'L' if i else 'M'}{x(t):.1f} {y(a):.1f}" for i, (t, a) in enumerate(points))
+        if any(point.least < point.greatest for point in points):
+            around = [(p.t, p.greatest) for p in points] + [(p.t, p.least) for p in reversed(points)]
+            parts.append(f'<polygon points="{_path(around, x, y).translate(_CORNERS)}" fill="{color}" opacity="0.15"/>')
+        path = _path([(p.t, p.accuracy) for p in points], x, y)
         dash = ' stroke-dasharray="5 4"' if name == "baseline" else ""
         parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{3.2 if ours else 1.6}"{dash}/>')
-        names.append((y(points[-1][1]), x(points[-1][0]), name, color, ours))
+        names.append((y(points[-1].accuracy), x(points[-1].t), name, color, ours))
     above = -math.inf
     for height, end, name, color, ours in sorted(names):
         above = max(height, above + 14)
