@@ -1,0 +1,182 @@
+"""The emulated half of the table: ranks that really speak to each other, beside what the formula says of them.
+
+Every method at every size and number of ranks, medians of several repeats. What the emulator does not trust is shown,
+marked, in no claim, and not kept: the same command measures it again.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import allreduce_hosts as hosts
+from allreduce_formula import DEALT, DOUBLING, RING, compute_seconds, network_seconds
+from allreduce_ranks import Notebook, vector_bytes
+from field_sheet import Row
+
+from weightgrad.emulate.network import Network
+from weightgrad.sim.lan import Lan
+
+PLAIN = (RING, DOUBLING, DEALT)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is emulated."""
+
+    sides: tuple[int, ...]
+    workers: tuple[int, ...]
+    codecs: tuple[str, ...]
+    mbit_s: int
+    delay_us: int
+    repeats: int
+
+    @property
+    def lan(self) -> Lan:
+        """As the formula has it."""
+        return Lan(self.mbit_s * 1e6, self.delay_us / 1e6)
+
+    def methods(self, workers: int) -> list[str]:
+        """In the order of the table."""
+        doubles = workers & (workers - 1) == 0
+        return [RING, *([DOUBLING] if doubles else []), DEALT, *self.codecs]
+
+    def link_bit_s(self, method: str, workers: int) -> float:
+        """What this method's share of the card is on a link: all, or 1/(n-1) where all links are used at once."""
+        return self.mbit_s * 1e6 / (1 if method in (RING, DOUBLING) else workers - 1)
+
+    def name(self, method: str, side: int, workers: int) -> str:
+        """In the notebook."""
+        return f"emulated {method} {side} {workers} {self.mbit_s} Mbit/s {self.delay_us} us {self.repeats}"
+
+
+@dataclass
+class Found:
+    """What was measured, what failed, and why there is nothing if there is nothing."""
+
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    refused: str | None = None
+
+
+Cell = tuple[str, int]  # method and side
+Cost = Callable[[int, int], list[Row]]  # of a rank, for every method, by side and workers
+
+
+def measure(setup: Setup, notebook: Notebook, cost: Cost, logs: Path) -> Found:
+    """Everything that is not in the notebook, and what the formula says to it."""
+    found = Found(refused=hosts.refusal())
+    if found.refused is not None:
+        return found
+    for workers in setup.workers:
+        cells = [(method, side) for side in setup.sides for method in setup.methods(workers)]
+        known = {cell: notebook.known(setup.name(*cell, workers)) for cell in cells}
+        rows = {cell: row for cell, row in known.items() if row is not None}
+        campaign = _Campaign(setup, workers, logs / f"ranks-{workers}", notebook, rows, found.failures)
+        campaign.run([cell for cell in cells if cell not in rows])
+        costs = {(one["codec"], side): one for side in setup.sides for one in cost(side, workers)}
+        for method, side in (cell for cell in cells if cell in rows):
+            base = costs.get((method, side)) or {**costs[RING, side], "codec": method}
+            found.rows.append(judged(setup, {**base, "measured": rows[method, side]}))
+    for row in found.rows:
+        row["times"] = _plain(found.rows, row) / row["clock"]
+    return found
+
+
+@dataclass
+class _Campaign:
+    """All that is measured with so many ranks, by the same processes unless one fails."""
+
+    setup: Setup
+    workers: int
+    logs: Path
+    notebook: Notebook
+    rows: dict[Cell, Row]
+    failures: list[str]
+
+    def run(self, todo: list[Cell]) -> None:
+        """Links of one rate after the other; after a failure, the rest on a new network."""
+        todo, delay = sorted(todo, key=lambda cell: -self._rate(cell)), self.setup.lan.delay_seconds
+        while todo:
+            ready = False
+            try:
+                with (
+                    hosts.network(self.workers, self._rate(todo[0]), delay) as wan,
+                    hosts.Ranks(wan, self.logs) as ranks,
+                ):
+                    ready = True
+                    self._measure(wan, ranks, todo)
+            except Exception as error:  # whatever it is, the other cells are wanted all the same
+                what = f"{todo[0][0]} at {todo[0][1]}²" if ready else "nothing"
+                said = f"{type(error).__name__}: {error}".replace("\n", " ")
+                self.failures.append(f"Emulated, {self.workers} ranks, {what}: {said}")
+                del todo[: 1 if ready else None]
+
+    def _rate(self, cell: Cell) -> float:
+        return self.setup.link_bit_s(cell[0], self.workers)
+
+    def _measure(self, wan: Network, ranks: hosts.Ranks, todo: list[Cell]) -> None:
+        rate, checked = 0.0, Row()
+        while todo:
+            (method, side), wanted = todo[0], self._rate(todo[0])
+            if wanted != rate:
+                hosts.set_rate(wan, wanted)
+                rate, checked = wanted, _check(wan)
+            row = {**ranks.measure(method, side**2, self.setup.repeats), **checked}
+            said = f"{statistics.median(row['clock']):.3f} s, {'' if row['trusted'] else 'NOT '}trusted"
+            print(f"{method}, {side} x {side}, {self.workers} ranks: {said}", file=sys.stderr, flush=True)
+            self.rows[todo.pop(0)] = row
+            if row["trusted"]:
+                self.notebook.keep(self.setup.name(method, side, self.workers), row)
+
+
+def _check(wan: Network) -> Row:
+    """What the emulator measures of its links before they are used."""
+    print(f"checking {len(wan.links)} links", file=sys.stderr, flush=True)
+    found = wan.check()
+    return {
+        "rate_error": max(abs(one.rate_error) for one in found),
+        "round_trip_error": max(abs(one.round_trip_error_s) for one in found),
+    }
+
+
+def judged(setup: Setup, row: Row) -> Row:
+    """With medians, and with both predictions: every rank on a core of its own, and on the cores that there are."""
+    measured = row["measured"]
+    workers, clock = row["workers"], statistics.median(measured["clock"])
+    network, computing = network_seconds(row, setup.lan), compute_seconds(row)
+    formula, shared = network + computing, network + computing * max(1.0, workers / CORES)
+    sent = statistics.median(measured["line_bytes"]) / workers
+    plain = 2 * (workers - 1) / workers * 4 * row["side"] ** 2
+    frames = 2 * (workers - 1) / workers * vector_bytes(row, workers) if "sent_bytes" in row else None
+    coded = row["codec"] not in PLAIN
+    return {
+        **row,
+        "clock": clock,
+        "least": min(measured["clock"]),
+        "most": max(measured["clock"]),
+        "sent_mb": sent / 1e6,
+        "fewer": plain / sent,
+        "frames_mb": frames / 1e6 if frames else None,  # what the formula counts with
+        "codec_s": statistics.median(measured["codec"]) if coded else None,
+        "codec_clock": statistics.median(measured["codec_clock"]) if coded else None,
+        "processor": statistics.median(measured["processor"]),
+        "formula": formula,
+        "off": clock / formula,
+        "shared": shared,
+        "off_shared": clock / shared,
+        "same": "yes" if measured["same"] else "no",
+        "trusted": measured["trusted"],
+    }
+
+
+def _plain(rows: Sequence[Row], like: Row) -> float:
+    """The better of ring and doubling at the same place; NaN if it failed."""
+    place = (like["side"], like["workers"])
+    plain = [r["clock"] for r in rows if r["codec"] in (RING, DOUBLING) and (r["side"], r["workers"]) == place]
+    return float(min(plain, default=float("nan")))
