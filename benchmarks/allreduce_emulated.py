@@ -1,11 +1,13 @@
 """The emulated half of the table: ranks that really speak to each other, beside what the formula says of them.
 
-Every method at every size and number of ranks, medians of several repeats. What the emulator does not trust is shown,
-marked, in no claim, and not kept: the same command measures it again.
+Every method at every size and number of ranks, medians of several repeats. How many delays a method waits for, one
+after the other, is measured apart: by next to nothing over links that are long. What the emulator does not trust is
+shown, marked, in no claim, and not kept: the same command measures it again.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import allreduce_hosts as hosts
-from allreduce_formula import DEALT, DOUBLING, RING, compute_seconds, network_seconds
+from allreduce_formula import DEALT, DOUBLING, RING, compute_seconds, formula_delays, network_seconds
 from allreduce_ranks import Notebook, vector_bytes
 from field_sheet import Row
 
@@ -22,7 +24,10 @@ from weightgrad.emulate.network import Network
 from weightgrad.sim.lan import Lan
 
 PLAIN = (RING, DOUBLING, DEALT)
+TINY = 0  # in place of a side: so few elements, over links so long, that delays are all there is
+TINY_NUMEL, LONG_S = 1024, 0.1
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+Cell = tuple[str, int]  # method and side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,12 @@ class Setup:
         doubles = workers & (workers - 1) == 0
         return [RING, *([DOUBLING] if doubles else []), DEALT, *self.codecs]
 
+    def cells(self, workers: int) -> list[Cell]:
+        """What is measured with so many ranks; a codec's way is that of the others."""
+        methods = self.methods(workers)
+        tiny = [method for method in methods if method not in self.codecs[1:]]
+        return [*((method, side) for side in self.sides for method in methods), *((one, TINY) for one in tiny)]
+
     def link_bit_s(self, method: str, workers: int) -> float:
         """What this method's share of the card is on a link: all, or 1/(n-1) where all links are used at once."""
         return self.mbit_s * 1e6 / (1 if method in (RING, DOUBLING) else workers - 1)
@@ -60,11 +71,15 @@ class Found:
     """What was measured, what failed, and why there is nothing if there is nothing."""
 
     rows: list[Row] = field(default_factory=list)
+    delays: dict[tuple[str, int], float] = field(default_factory=dict)  # by method and ranks
     failures: list[str] = field(default_factory=list)
     refused: str | None = None
 
+    def delays_rows(self) -> list[Row]:
+        """For JSON."""
+        return [{"codec": one, "workers": workers, "delays": d} for (one, workers), d in self.delays.items()]
 
-Cell = tuple[str, int]  # method and side
+
 Cost = Callable[[int, int], list[Row]]  # of a rank, for every method, by side and workers
 
 
@@ -74,17 +89,21 @@ def measure(setup: Setup, notebook: Notebook, cost: Cost, logs: Path) -> Found:
     if found.refused is not None:
         return found
     for workers in setup.workers:
-        cells = [(method, side) for side in setup.sides for method in setup.methods(workers)]
+        cells = setup.cells(workers)
         known = {cell: notebook.known(setup.name(*cell, workers)) for cell in cells}
         rows = {cell: row for cell, row in known.items() if row is not None}
         campaign = _Campaign(setup, workers, logs / f"ranks-{workers}", notebook, rows, found.failures)
         campaign.run([cell for cell in cells if cell not in rows])
+        found.delays |= {
+            (method, workers): min(rows[method, side]["clock"]) / LONG_S for method, side in rows if not side
+        }
         costs = {(one["codec"], side): one for side in setup.sides for one in cost(side, workers)}
-        for method, side in (cell for cell in cells if cell in rows):
+        for method, side in (cell for cell in cells if cell in rows and cell[1] != TINY):
             base = costs.get((method, side)) or {**costs[RING, side], "codec": method}
-            found.rows.append(judged(setup, {**base, "measured": rows[method, side]}))
+            waits = found.delays.get((method if method in PLAIN else setup.codecs[0], workers))
+            found.rows.append(judged(setup, {**base, "measured": rows[method, side]}, waits))
     for row in found.rows:
-        row["times"] = _plain(found.rows, row) / row["clock"]
+        row |= _beside_fp32(found.rows, row)
     return found
 
 
@@ -101,18 +120,18 @@ class _Campaign:
 
     def run(self, todo: list[Cell]) -> None:
         """Links of one rate after the other; after a failure, the rest on a new network."""
-        todo, delay = sorted(todo, key=lambda cell: -self._rate(cell)), self.setup.lan.delay_seconds
+        todo = sorted(todo, key=lambda cell: (-self._rate(cell), cell[1] == TINY))
         while todo:
             ready = False
             try:
                 with (
-                    hosts.network(self.workers, self._rate(todo[0]), delay) as wan,
+                    hosts.network(self.workers, self._rate(todo[0]), self._delay(todo[0])) as wan,
                     hosts.Ranks(wan, self.logs) as ranks,
                 ):
                     ready = True
                     self._measure(wan, ranks, todo)
             except Exception as error:  # whatever it is, the other cells are wanted all the same
-                what = f"{todo[0][0]} at {todo[0][1]}²" if ready else "nothing"
+                what = f"{todo[0][0]} at {todo[0][1]}²" if ready else "all"
                 said = f"{type(error).__name__}: {error}".replace("\n", " ")
                 self.failures.append(f"Emulated, {self.workers} ranks, {what}: {said}")
                 del todo[: 1 if ready else None]
@@ -120,16 +139,20 @@ class _Campaign:
     def _rate(self, cell: Cell) -> float:
         return self.setup.link_bit_s(cell[0], self.workers)
 
+    def _delay(self, cell: Cell) -> float:
+        return LONG_S if cell[1] == TINY else self.setup.lan.delay_seconds
+
     def _measure(self, wan: Network, ranks: hosts.Ranks, todo: list[Cell]) -> None:
-        rate, checked = 0.0, Row()
+        links, checked = (0.0, 0.0), Row()
         while todo:
-            (method, side), wanted = todo[0], self._rate(todo[0])
-            if wanted != rate:
-                hosts.set_rate(wan, wanted)
-                rate, checked = wanted, _check(wan)
-            row = {**ranks.measure(method, side**2, self.setup.repeats), **checked}
+            (method, side), wanted = todo[0], (self._rate(todo[0]), self._delay(todo[0]))
+            if wanted != links:
+                hosts.set_links(wan, *wanted)
+                links, checked = wanted, {} if side == TINY else _check(wan)
+            row = {**ranks.measure(method, side**2 or TINY_NUMEL, self.setup.repeats), **checked}
             said = f"{statistics.median(row['clock']):.3f} s, {'' if row['trusted'] else 'NOT '}trusted"
-            print(f"{method}, {side} x {side}, {self.workers} ranks: {said}", file=sys.stderr, flush=True)
+            what = f"{side} x {side}" if side else "delays"
+            print(f"{method}, {what}, {self.workers} ranks: {said}", file=sys.stderr, flush=True)
             self.rows[todo.pop(0)] = row
             if row["trusted"]:
                 self.notebook.keep(self.setup.name(method, side, self.workers), row)
@@ -145,12 +168,13 @@ def _check(wan: Network) -> Row:
     }
 
 
-def judged(setup: Setup, row: Row) -> Row:
-    """With medians, and with both predictions: every rank on a core of its own, and on the cores that there are."""
+def judged(setup: Setup, row: Row, delays: float | None) -> Row:
+    """With medians, and with both predictions: as in the large table, and with the cores and delays there are here."""
     measured = row["measured"]
     workers, clock = row["workers"], statistics.median(measured["clock"])
     network, computing = network_seconds(row, setup.lan), compute_seconds(row)
-    formula, shared = network + computing, network + computing * max(1.0, workers / CORES)
+    more = (round(delays) - formula_delays(row)) * setup.lan.delay_seconds if delays is not None else 0.0
+    formula, here = network + computing, network + more + computing * max(1.0, workers / CORES)
     sent = statistics.median(measured["line_bytes"]) / workers
     plain = 2 * (workers - 1) / workers * 4 * row["side"] ** 2
     frames = 2 * (workers - 1) / workers * vector_bytes(row, workers) if "sent_bytes" in row else None
@@ -168,15 +192,16 @@ def judged(setup: Setup, row: Row) -> Row:
         "processor": statistics.median(measured["processor"]),
         "formula": formula,
         "off": clock / formula,
-        "shared": shared,
-        "off_shared": clock / shared,
+        "here": here,
+        "off_here": clock / here,
         "same": "yes" if measured["same"] else "no",
         "trusted": measured["trusted"],
     }
 
 
-def _plain(rows: Sequence[Row], like: Row) -> float:
-    """The better of ring and doubling at the same place; NaN if it failed."""
-    place = (like["side"], like["workers"])
-    plain = [r["clock"] for r in rows if r["codec"] in (RING, DOUBLING) and (r["side"], r["workers"]) == place]
-    return float(min(plain, default=float("nan")))
+def _beside_fp32(rows: Sequence[Row], row: Row) -> Row:
+    """How many times as fast as the better of ring and doubling at the same place, and whether all that is trusted."""
+    place = (row["side"], row["workers"])
+    plain = [r for r in rows if r["codec"] in (RING, DOUBLING) and (r["side"], r["workers"]) == place]
+    best = min((float(r["clock"]) for r in plain), default=math.nan)  # where both have failed
+    return {"times": best / row["clock"], "fair": bool(plain) and all(r["trusted"] for r in (row, *plain))}

@@ -54,10 +54,10 @@ def network(workers: int, bit_s: float, delay: float) -> Network:
     return open_wan(names(workers), [WanLink(pair, bit_s * LINE, delay) for pair in pairs])
 
 
-def set_rate(wan: Network, bit_s: float) -> None:
-    """Of every link, for a TCP stream."""
+def set_links(wan: Network, bit_s: float, delay: float) -> None:
+    """All of them alike."""
     for link in wan.links:
-        wan.set_link(*link.between, bandwidth_bit_s=bit_s * LINE)
+        wan.set_link(*link.between, bandwidth_bit_s=bit_s * LINE, delay_seconds=delay)
 
 
 class Ranks:

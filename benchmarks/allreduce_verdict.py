@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from allreduce_emulated import CORES, PLAIN, Found, Setup
-from allreduce_formula import DEALT, DOUBLING, RING
+from allreduce_emulated import CORES, LONG_S, PLAIN, TINY_NUMEL, Found, Setup
+from allreduce_formula import DEALT, DOUBLING, RING, formula_delays
 from field_sheet import Row, Sheet, short
 from tables import Claim
 
@@ -31,18 +31,18 @@ def sheets(setup: Setup, found: Found) -> list[Sheet]:
             *(("s", "clock", "{:.3g}"), ("least", "least", "{:.3g}"), ("most", "most", "{:.3g}")),
             *(("times", "times", "{:.2f}"), ("codec s", "codec_s", "{:.3g}")),
             *(("codec s by the clock", "codec_clock", "{:.3g}"), ("formula s", "formula", "{:.3g}")),
-            *(("emulated / formula", "off", "{:.2f}"), ("formula s, cores shared", "shared", "{:.3g}")),
-            *(("emulated / that", "off_shared", "{:.2f}"), ("same bits", "same", "{}")),
+            *(("emulated / formula", "off", "{:.2f}"), ("formula s, as here", "here", "{:.3g}")),
+            *(("emulated / that", "off_here", "{:.2f}"), ("same bits", "same", "{}")),
         ],
         [_named(row) for row in found.rows if (row["side"], row["workers"]) == (side, workers)],
         notes=_notes(found),
     )
-    return [largest, _in_short(setup, found)]
+    return [largest, _in_short(setup, found), _delays(setup, found)]
 
 
 def _in_short(setup: Setup, found: Found) -> Sheet:
     places = {f"{side}² on {workers}": (side, workers) for side in setup.sides for workers in setup.workers}
-    about = "Seconds; in brackets emulated / formula with every rank on a core of its own, and with the cores shared."
+    about = "Seconds; in brackets emulated / formula, and emulated / formula as here."
     columns = [("", "codec", "{}"), *((heading, heading, "{}") for heading in places)]
     sheet = Sheet("emulated-places", "Emulated, by size and ranks", about, columns, notes=_notes(found)[:1])
     by = {(row["side"], row["workers"], row["codec"]): row for row in found.rows}
@@ -51,8 +51,25 @@ def _in_short(setup: Setup, found: Found) -> Sheet:
         for heading, place in places.items():
             if (row := by.get((*place, method))) is not None:
                 mark = "" if row["trusted"] else " \\*"
-                cells[heading] = f"{short(row['clock'])} ({row['off']:.2f}, {row['off_shared']:.2f}){mark}"
+                cells[heading] = f"{short(row['clock'])} ({row['off']:.2f}, {row['off_here']:.2f}){mark}"
         sheet.rows.append(cells)
+    return sheet
+
+
+def _delays(setup: Setup, found: Found) -> Sheet:
+    about = (
+        f"How many delays a method waits for, one after the other: the least time of {setup.repeats} for "
+        f"{TINY_NUMEL} elements over links of {LONG_S:g} s one way, in such delays; in brackets what the formula has."
+    )
+    columns = [("", "codec", "{}"), *((f"{workers} ranks", str(workers), "{}") for workers in setup.workers)]
+    sheet = Sheet("delays", "Emulated: delays", about, columns)
+    for method, name in (*zip(PLAIN, PLAIN, strict=True), (setup.codecs[0], "all codecs")):
+        row: Row = {"codec": name}
+        for workers in setup.workers:
+            if (waits := found.delays.get((method, workers))) is not None:
+                counted = formula_delays({"codec": method, "workers": workers, "side": 1})
+                row[str(workers)] = f"{waits:.1f} ({counted})"
+        sheet.rows.append(row)
     return sheet
 
 
@@ -79,7 +96,7 @@ def claims(setup: Setup, found: Found) -> list[Claim]:
     coded = [row for row in rows if row["codec"] in setup.codecs]
     network = f"{setup.mbit_s} Mbit/s, emulated"
     what = f"Every codec is faster than fp32, at every size and number of ranks; {network}."
-    judged = [row for row in coded if row["times"] == row["times"]]
+    judged = [row for row in coded if row["fair"]]
     slow = [f"{row['codec']} at {row['side']}² on {row['workers']}" for row in judged if row["times"] < 1]
     span = [f"{pick(row['times'] for row in judged):.2f}" for pick in (min, max)] if judged else []
     said = f"{' to '.join(span)} times as fast; slower in {len(slow)} of {len(judged)} cases"
@@ -91,7 +108,7 @@ def claims(setup: Setup, found: Found) -> list[Claim]:
         ("Of fp32 by ring and doubling", [row for row in rows if row["codec"] in (RING, DOUBLING)], "off"),
         ("Of fp32 dealt as codecs are", [row for row in rows if row["codec"] == DEALT], "off"),
         ("Of codecs", coded, "off"),
-        ("Of codecs, with the cores shared,", coded, "off_shared"),
+        ("Of codecs, with the cores and delays there are here,", coded, "off_here"),
     ):
         near = [row for row in some if 1 / (1 + NEAR) <= row[key] <= 1 + NEAR]
         reach = [f"{pick(row[key] for row in some):.2f}" for pick in (min, statistics.median, max)] if some else []
@@ -105,7 +122,8 @@ def _claim(found: Found, judged: Sequence[Row], what: str, holds: bool, said: st
     """Nothing measured decides nothing."""
     if judged:
         return Claim(what, holds, said)
-    return Claim(what, None, f"Not measured: {found.refused or 'no run that the emulator trusts'}.")
+    why = "no run that the emulator trusts" if found.refused is None else "this machine refuses network namespaces"
+    return Claim(what, None, f"Not measured: {why}.")
 
 
 def rests_on(setup: Setup) -> str:
@@ -130,9 +148,9 @@ MEASURED = [
     "the peers to which a method sends at once: ring and doubling have all of it on each link, dealt chunks 1/(n-1) "
     "of it on each of the n-1. A TCP stream gets the given rate. About 15 kB may leave each link unshaped after a "
     "pause, so chunks of that size cross it faster than the formula has it.",
-    "The formula is that of the tables above, with this bit rate and delay: 2(n-1) delays also for codecs, which "
-    "really send four times (counts and chunks, twice), and the codec seconds of one rank alone. Here ranks share the "
-    "cores: while n of them encode on c cores, each takes n/c times as long by the clock, which “cores shared” counts "
-    "with; “codec s” is the processor time of a rank, with frames. Gloo's threads, the kernel's TCP and the emulator's "
-    "switch want these cores as well, and are in no formula.",
+    "The formula is that of the tables above, with this bit rate and delay, and the codec seconds of one rank alone. "
+    "“As here” is the same with what is different here: ranks share the cores, so while n of them encode on c cores, "
+    "each takes n/c times as long by the clock; and delays are as many as were measured. “Codec s” is the processor "
+    "time of a rank, with frames. Gloo's threads, the kernel's TCP and the emulator's switch want these cores as well, "
+    "and are in no formula.",
 ]

@@ -234,7 +234,7 @@ def make(plan: Plan, options: Options) -> Document:
         claims=[*claims(plan, rows, real.rows), *verdict.claims(setup, found)],
         measured=[*MEASURED, *verdict.MEASURED],
         failures=found.failures,
-        numbers={"all": rows, "emulated": found.rows},
+        numbers={"all": rows, "emulated": found.rows, "delays": found.delays_rows()},
     )
 
 

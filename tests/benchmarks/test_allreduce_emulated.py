@@ -85,6 +85,9 @@ def test_ranks_on_emulated_hosts_compute_what_one_process_does(
         assert row["measured"]["digest"][-1] == in_one_process(method, 64**2, 3)
         assert 0 < row["least"] <= row["clock"] <= row["most"]
         assert min(row["formula"], row["off"], row["times"]) > 0
+    least = {RING: 4, DOUBLING: 2, DEALT: 4, "onebit()": 8}  # two for each of Gloo's messages
+    delays = {one["codec"]: one["delays"] for one in document.numbers["delays"]}
+    assert all(delays[method] > number - 0.1 for method, number in least.items())
     plain = 4 * 64**2 / 1e6  # of two ranks each sends half, twice
     assert plain < rows[RING]["sent_mb"] < 1.5 * plain
     assert rows["onebit()"]["frames_mb"] < rows["onebit()"]["sent_mb"] < rows["qsgd(bits=4)"]["sent_mb"] < plain / 2
@@ -95,7 +98,7 @@ def test_ranks_on_emulated_hosts_compute_what_one_process_does(
 
 @pytest.mark.usefixtures("namespaces")
 def test_a_rank_that_fails_takes_nothing_with_it(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
-    setup = dataclasses.replace(EMULATED, codecs=("mistaken()", "onebit()"))
+    setup = dataclasses.replace(EMULATED, codecs=("onebit()", "mistaken()"))
     found = allreduce_emulated.measure(setup, Notebook(tmp_path / "measured.json"), cost, tmp_path)
     assert [row["codec"] for row in found.rows] == [*allreduce_emulated.PLAIN, "onebit()"]
     (said,) = found.failures
@@ -114,7 +117,7 @@ def test_what_is_refused_is_said_and_what_is_not_trusted_is_marked(monkeypatch: 
     measured = {"clock": [0.2], "line_bytes": [4000], "processor": [0.1], "codec": [0.1], "codec_clock": [0.1]}
     verdict = {"same": True, "trusted": False, "verdict": "too late", "rate_error": 0.0, "round_trip_error": 0.0}
     row = {**cost(16, 2)[0], "measured": {**measured, **verdict}}
-    found = allreduce_emulated.Found([{**allreduce_emulated.judged(EMULATED, row), "times": 1.0}])
+    found = allreduce_emulated.Found([{**allreduce_emulated.judged(EMULATED, row, None), "times": 1.0, "fair": False}])
     assert f"| {RING} \\* |" in allreduce_verdict.sheets(EMULATED, found)[0].markdown()
     held = {claim.what.split(";")[0]: claim.holds for claim in allreduce_verdict.claims(EMULATED, found)}
     assert held["Of fp32 by ring and doubling the formula is right within 25%"] is None
