@@ -25,7 +25,7 @@ from weightgrad.sim.lan import Lan
 
 PLAIN = (RING, DOUBLING, DEALT)
 TINY = 0  # in place of a side: so few elements, over links so long, that delays are all there is
-TINY_NUMEL, LONG_S = 1024, 0.1
+TINY_NUMEL, TINY_REPEATS, LONG_S = 1024, 2, 0.1
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 Cell = tuple[str, int]  # method and side
 
@@ -149,7 +149,8 @@ class _Campaign:
             if wanted != links:
                 hosts.set_links(wan, *wanted)
                 links, checked = wanted, {} if side == TINY else _check(wan)
-            row = {**ranks.measure(method, side**2 or TINY_NUMEL, self.setup.repeats), **checked}
+            size = (TINY_NUMEL, TINY_REPEATS) if side == TINY else (side**2, self.setup.repeats)
+            row = {**ranks.measure(method, *size), **checked}
             said = f"{statistics.median(row['clock']):.3f} s, {'' if row['trusted'] else 'NOT '}trusted"
             what = f"{side} x {side}" if side else "delays"
             print(f"{method}, {what}, {self.workers} ranks: {said}", file=sys.stderr, flush=True)

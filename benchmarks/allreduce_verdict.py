@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from allreduce_emulated import CORES, LONG_S, PLAIN, TINY_NUMEL, Found, Setup
+from allreduce_emulated import CORES, LONG_S, PLAIN, TINY_NUMEL, TINY_REPEATS, Found, Setup
 from allreduce_formula import DEALT, DOUBLING, RING, formula_delays
 from field_sheet import Row, Sheet, short
 from tables import Claim
@@ -58,7 +58,7 @@ def _in_short(setup: Setup, found: Found) -> Sheet:
 
 def _delays(setup: Setup, found: Found) -> Sheet:
     about = (
-        f"How many delays a method waits for, one after the other: the least time of {setup.repeats} for "
+        f"How many delays a method waits for, one after the other: the least time of {TINY_REPEATS} for "
         f"{TINY_NUMEL} elements over links of {LONG_S:g} s one way, in such delays; in brackets what the formula has."
     )
     columns = [("", "codec", "{}"), *((f"{workers} ranks", str(workers), "{}") for workers in setup.workers)]

@@ -41,7 +41,7 @@ class Plan:
     exact_side: int = number(1024, "side of the matrix all ranks really exchange")
     exact_workers: int = number(8, "and how many ranks do")
     exact_steps: int = number(10, "and how often")
-    emulated_sides: tuple[int, ...] = (1024, 2048)
+    emulated_sides: tuple[int, ...] = (512, 1024)
     emulated_workers: tuple[int, ...] = (2, 4, 8)
     emulated_mbit_s: int = number(50, "Mbit/s of an emulated rank's card")
     emulated_delay_us: int = number(1000, "microseconds one way between two emulated ranks")
