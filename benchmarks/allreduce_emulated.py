@@ -61,6 +61,11 @@ class Setup:
         """What this method's share of the card is on a link: all, or 1/(n-1) where all links are used at once."""
         return self.mbit_s * 1e6 / (1 if method in (RING, DOUBLING) else workers - 1)
 
+    def burst_seconds(self, method: str, workers: int) -> float:
+        """What a link that has rested lets through at once, by the time it would have taken."""
+        link = hosts.link(("a", "b"), self.link_bit_s(method, workers), self.lan.delay_seconds)
+        return 8 * link.burst_bytes("a") / link.bandwidth_bit_s
+
     def name(self, method: str, side: int, workers: int) -> str:
         """In the notebook."""
         return f"emulated {method} {side} {workers} {self.mbit_s} Mbit/s {self.delay_us} us {self.repeats}"
@@ -170,12 +175,14 @@ def _check(wan: Network) -> Row:
 
 
 def judged(setup: Setup, row: Row, delays: float | None) -> Row:
-    """With medians, and with both predictions: as in the large table, and with the cores and delays there are here."""
-    measured = row["measured"]
-    workers, clock = row["workers"], statistics.median(measured["clock"])
-    network, computing = network_seconds(row, setup.lan), compute_seconds(row)
-    more = (round(delays) - formula_delays(row)) * setup.lan.delay_seconds if delays is not None else 0.0
-    formula, here = network + computing, network + more + computing * max(1.0, workers / CORES)
+    """With medians, and with both predictions: as in the large table, and with the cores and the network of here."""
+    measured, workers = row["measured"], row["workers"]
+    clock = statistics.median(measured["clock"])
+    formula = network_seconds(row, setup.lan) + compute_seconds(row)
+    carried = network_seconds(row, Lan(setup.lan.bandwidth_bit_s, 0.0))
+    carried -= min(carried, setup.burst_seconds(row["codec"], workers))
+    waits = formula_delays(row) if delays is None else round(delays)
+    here = carried + waits * setup.lan.delay_seconds + compute_seconds(row) * max(1.0, workers / CORES)
     sent = statistics.median(measured["line_bytes"]) / workers
     plain = 2 * (workers - 1) / workers * 4 * row["side"] ** 2
     frames = 2 * (workers - 1) / workers * vector_bytes(row, workers) if "sent_bytes" in row else None

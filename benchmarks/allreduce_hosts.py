@@ -51,13 +51,18 @@ def network(workers: int, bit_s: float, delay: float) -> Network:
     if (why := refusal()) is not None:
         raise NamespacesRefusedError(f"ranks need hosts of their own, and this machine has none: {why}")
     pairs = itertools.combinations(names(workers), 2)
-    return open_wan(names(workers), [WanLink(pair, bit_s * LINE, delay) for pair in pairs])
+    return open_wan(names(workers), [link(pair, bit_s, delay) for pair in pairs])
+
+
+def link(between: tuple[str, str], bit_s: float, delay: float) -> WanLink:
+    """The emulator wants the line's rate, which is more than a stream gets."""
+    return WanLink(between, bit_s * LINE, delay)
 
 
 def set_links(wan: Network, bit_s: float, delay: float) -> None:
     """All of them alike."""
-    for link in wan.links:
-        wan.set_link(*link.between, bandwidth_bit_s=bit_s * LINE, delay_seconds=delay)
+    for one in wan.links:
+        wan.set_link(*one.between, bandwidth_bit_s=bit_s * LINE, delay_seconds=delay)
 
 
 class Ranks:

@@ -108,7 +108,7 @@ def claims(setup: Setup, found: Found) -> list[Claim]:
         ("Of fp32 by ring and doubling", [row for row in rows if row["codec"] in (RING, DOUBLING)], "off"),
         ("Of fp32 dealt as codecs are", [row for row in rows if row["codec"] == DEALT], "off"),
         ("Of codecs", coded, "off"),
-        ("Of codecs, with the cores and delays there are here,", coded, "off_here"),
+        ("Of codecs, with the cores and the network of here,", coded, "off_here"),
     ):
         near = [row for row in some if 1 / (1 + NEAR) <= row[key] <= 1 + NEAR]
         reach = [f"{pick(row[key] for row in some):.2f}" for pick in (min, statistics.median, max)] if some else []
@@ -146,11 +146,12 @@ MEASURED = [
     "compared after every allreduce.",
     "The emulator shapes links pair by pair: a host has no card that its links would share. So a card is dealt among "
     "the peers to which a method sends at once: ring and doubling have all of it on each link, dealt chunks 1/(n-1) "
-    "of it on each of the n-1. A TCP stream gets the given rate. About 15 kB may leave each link unshaped after a "
-    "pause, so chunks of that size cross it faster than the formula has it.",
+    "of it on each of the n-1. A TCP stream gets the given rate. A link that has rested lets its first 15 kB through "
+    "unshaped.",
     "The formula is that of the tables above, with this bit rate and delay, and the codec seconds of one rank alone. "
     "“As here” is the same with what is different here: ranks share the cores, so while n of them encode on c cores, "
-    "each takes n/c times as long by the clock; and delays are as many as were measured. “Codec s” is the processor "
+    "each takes n/c times as long by the clock; delays are as many as were measured; and those first 15 kB of a link "
+    "count once as nothing. “Codec s” is the processor "
     "time of a rank, with frames. Gloo's threads, the kernel's TCP and the emulator's switch want these cores as well, "
     "and are in no formula.",
 ]

@@ -43,9 +43,9 @@ class Plan:
     exact_steps: int = number(10, "and how often")
     emulated_sides: tuple[int, ...] = (512, 1024)
     emulated_workers: tuple[int, ...] = (2, 4, 8)
-    emulated_mbit_s: int = number(50, "Mbit/s of an emulated rank's card")
+    emulated_mbit_s: int = number(20, "Mbit/s of an emulated rank's card")
     emulated_delay_us: int = number(1000, "microseconds one way between two emulated ranks")
-    emulated_repeats: int = number(5, "emulated allreduces of each kind")
+    emulated_repeats: int = number(3, "emulated allreduces of each kind")
 
     @property
     def emulated(self) -> emulated.Setup:
@@ -69,7 +69,7 @@ QUICK = Plan(
     exact_steps=3,
     emulated_sides=(128,),
     emulated_workers=(2,),
-    emulated_repeats=2,
+    emulated_repeats=1,
 )
 
 
