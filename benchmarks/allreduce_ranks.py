@@ -1,4 +1,4 @@
-"""Ranks of a quantized allreduce under measurement: one with its whole work, or all of them exchanging for real.
+"""Ranks of a quantized allreduce under measurement: one with its whole work, or all of them in one process.
 
 Seconds are of the processor (`time.process_time`, one thread): what a rank takes on a core of its own, whoever else
 is on this machine.
@@ -75,11 +75,11 @@ def add_seconds(numel: int, repeats: int) -> float:
 def exchange(spec: str, numel: int, workers: int, steps: int) -> Row:
     """All ranks in one process: same bits everywhere? How far is the first mean off, and the sum of all in the end?"""
     codec = codecs.parse(spec)
-    ranks = [QuantizedAllreduce(workers, numel, codec, derive(1, place)) for place in range(workers)]
+    ranks = [make_rank(spec, numel, workers, place) for place in range(workers)]
     total, exact = torch.zeros(numel), torch.zeros(numel)
     same, first, nbytes = True, math.nan, 0
     for step in range(steps):
-        vectors = [_noise(numel, derive(2, step, place) >> 1) for place in range(workers)]
+        vectors = [vector_of(numel, step, place) for place in range(workers)]
         mean = torch.stack(vectors).mean(0)
         chunks = [rank.encode_chunks(vector, step) for rank, vector in zip(ranks, vectors, strict=True)]
         reduced = [rank.reduce([c[place] for c in chunks], step) for place, rank in enumerate(ranks)]
@@ -98,6 +98,16 @@ def exchange(spec: str, numel: int, workers: int, steps: int) -> Row:
         "first": first,
         "sum": off,
     }
+
+
+def make_rank(spec: str, numel: int, workers: int, place: int) -> QuantizedAllreduce:
+    """One of them, with a key of its own."""
+    return QuantizedAllreduce(workers, numel, codecs.parse(spec), derive(1, place))
+
+
+def vector_of(numel: int, step: int, place: int) -> torch.Tensor:
+    """What that rank has at that step: normal noise, the same wherever it is drawn."""
+    return _noise(numel, derive(2, step, place) >> 1)
 
 
 def _noise(numel: int, seed: int) -> torch.Tensor:
@@ -125,7 +135,15 @@ class Notebook:
     def get(self, name: str, measure: Callable[[], Row]) -> Row:
         """As kept, or measured now."""
         if name not in self._kept:
-            self._kept[name] = measure()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps({"machine": self._machine(), "rows": self._kept}, indent=1) + "\n")
+            self.keep(name, measure())
         return dict(self._kept[name])
+
+    def known(self, name: str) -> Row | None:
+        """As kept; None: not measured yet."""
+        return dict(self._kept[name]) if name in self._kept else None
+
+    def keep(self, name: str, row: Row) -> None:
+        """From now on it is known."""
+        self._kept[name] = row
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"machine": self._machine(), "rows": self._kept}, indent=1) + "\n")

@@ -1,32 +1,31 @@
 """Dryden et al. (2016), the synthetic allreduce: fp32 against one-bit, adaptive and QSGD, up to 16384² and 128 workers.
 
     python benchmarks/table_allreduce.py --quick
-    python benchmarks/table_allreduce.py                       # about 8 minutes; 6 GB of memory
+    python benchmarks/table_allreduce.py                       # about 14 minutes; 6 GB of memory
 
 One rank's whole work is done for real at every size and number of workers: `QuantizedAllreduce` encodes the matrix
 in as many chunks as there are ranks, decodes and adds that many chunks, encodes their mean, decodes all means. The
-network between is a formula.
+network between is a formula. Sizes and ranks that fit on this machine are then emulated (allreduce_emulated.py), beside
+what the same formula says of them; that wants the machine for itself.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from dataclasses import dataclass
 
+import allreduce_emulated as emulated
+import allreduce_verdict as verdict
+from allreduce_formula import DOUBLING, RING, seconds
 from allreduce_ranks import Notebook, add_seconds, exchange, rank_cost, vector_bytes
 from field_sheet import Row, Sheet, short
 from tables import Claim, Document, Options, main, number
-
-from weightgrad.sim.lan import Lan
 
 CODECS = (
     *("onebit()", "adaptive(pi=16)", "adaptive(pi=64)", "adaptive(pi=256)"),
     *("qsgd(bits=2)", "qsgd(bits=4)", "qsgd(bits=8)"),
 )
-RING, DOUBLING = "fp32, ring", "fp32, recursive doubling"
-DELAY = 2e-5  # seconds one way between two machines of a rack
 PAPER_SPEEDUP = 10.9  # of the exchange, at the largest scale
 
 
@@ -42,34 +41,53 @@ class Plan:
     exact_side: int = number(1024, "side of the matrix all ranks really exchange")
     exact_workers: int = number(8, "and how many ranks do")
     exact_steps: int = number(10, "and how often")
+    emulated_sides: tuple[int, ...] = (512, 1024)
+    emulated_workers: tuple[int, ...] = (2, 4, 8)
+    emulated_mbit_s: int = number(20, "Mbit/s of an emulated rank's card")
+    emulated_delay_us: int = number(1000, "microseconds one way between two emulated ranks")
+    emulated_repeats: int = number(3, "emulated allreduces of each kind")
+
+    @property
+    def emulated(self) -> emulated.Setup:
+        """The emulated half."""
+        return emulated.Setup(
+            sides=self.emulated_sides,
+            workers=self.emulated_workers,
+            codecs=self.codecs,
+            mbit_s=self.emulated_mbit_s,
+            delay_us=self.emulated_delay_us,
+            repeats=self.emulated_repeats,
+        )
 
 
-QUICK = Plan(sides=(128, 512), workers=(2, 16), repeats=1, exact_side=128, exact_workers=4, exact_steps=3)
+QUICK = Plan(
+    sides=(128, 512),
+    workers=(2, 16),
+    repeats=1,
+    exact_side=128,
+    exact_workers=4,
+    exact_steps=3,
+    emulated_sides=(128,),
+    emulated_workers=(2,),
+    emulated_repeats=1,
+)
 
 
-def seconds(row: Row, gbit_s: float) -> float:
-    """One allreduce: codec or additions as measured, network as the simulator's LAN has it."""
-    lan, workers, nbytes = Lan(gbit_s * 1e9, DELAY), row["workers"], 4 * row["side"] ** 2
-    if row["codec"] == DOUBLING:  # every round everybody sends everything
-        rounds = math.ceil(math.log2(workers))
-        return float(rounds * (nbytes * 8 / lan.bandwidth_bit_s + lan.delay_seconds + row["add"]))
-    if row["codec"] == RING:
-        return float(lan.allreduce(workers, nbytes) + (workers - 1) / workers * row["add"])
-    return float(lan.allreduce(workers, vector_bytes(row, workers)) + row["seconds"])
+def ranks(plan: Plan, notebook: Notebook, side: int, workers: int) -> list[Row]:
+    """What every method costs one rank of so many."""
+    add = notebook.get(f"add {side} {plan.repeats}", functools.partial(_add, side, plan.repeats))
+    place = {"side": side, "workers": workers, **add}
+    rows: list[Row] = [{**place, "codec": name} for name in (RING, DOUBLING)]
+    for spec in plan.codecs:
+        print(f"{spec}, {side} x {side}, {workers} workers", file=sys.stderr, flush=True)
+        how = functools.partial(rank_cost, spec, side**2, workers, plan.repeats)
+        rows.append({**place, "codec": spec, **notebook.get(f"{spec} {side} {workers} {plan.repeats}", how)})
+    return rows
 
 
 def measure(plan: Plan, notebook: Notebook) -> list[Row]:
     """Every method at every size and number of workers."""
-    rows: list[Row] = []
-    for side in plan.sides:
-        add = notebook.get(f"add {side} {plan.repeats}", functools.partial(_add, side, plan.repeats))
-        for workers in plan.workers:
-            place = {"side": side, "workers": workers, **add}
-            rows += [{**place, "codec": name} for name in (RING, DOUBLING)]
-            for spec in plan.codecs:
-                print(f"{spec}, {side} x {side}, {workers} workers", file=sys.stderr, flush=True)
-                how = functools.partial(rank_cost, spec, side**2, workers, plan.repeats)
-                rows.append({**place, "codec": spec, **notebook.get(f"{spec} {side} {workers} {plan.repeats}", how)})
+    rows = [row for side in plan.sides for workers in plan.workers for row in ranks(plan, notebook, side, workers)]
     for row in rows:
         row |= {f"seconds_{speed}": seconds(row, speed) for speed in plan.networks_gbit_s}
     for row in rows:
@@ -139,7 +157,7 @@ def exact(plan: Plan) -> Sheet:
     """All ranks, for real."""
     sheet = Sheet(
         "exact",
-        "All ranks exchanging for real",
+        "All ranks exchanging, in one process",
         f"{plan.exact_workers} ranks with {plan.exact_side}² elements each, {plan.exact_steps} times, normal noise: "
         "the hardest case, as nothing in it is smooth or sparse. Errors are relative (L2): of the first mean, and of "
         "the sum of all means, which error feedback brings down.",
@@ -192,10 +210,10 @@ def rests_on(plan: Plan) -> list[str]:
 MEASURED = [
     "Measured: the seconds under “codec s” (processor time of one rank's `encode_chunks`, `reduce`, `gather` over "
     "the whole matrix, one thread), the bytes of real frames, the additions of fp32 (one pass, counted as often as "
-    "the algorithm makes it), and the whole exchange of the last table, all ranks with data of their own.",
+    "the algorithm makes it), and the whole exchange of the table in one process, all ranks with data of their own.",
     "Modelled: the network, by `weightgrad.sim.lan.Lan` at the given bit rate and 20 µs one way: a ring of 2(n-1) "
     "steps for fp32 and for the codecs, log2 n steps with the whole vector for recursive doubling; codec and network "
-    "one after the other, nothing overlapped, no congestion. No two processes ever spoke to each other.",
+    "one after the other, nothing overlapped, no congestion. In these tables no two processes speak to each other.",
     "For one rank's cost the chunks of the others are its own: alike in distribution and in bytes, not the same "
     "numbers. Chunks are vectors here, so one-bit and adaptive have a pair of means for each 32,768 elements where "
     "Dryden has one for each column of the matrix.",
@@ -204,15 +222,19 @@ MEASURED = [
 
 def make(plan: Plan, options: Options) -> Document:
     """Measure what is missing, and conclude."""
-    rows = measure(plan, Notebook(options.runs / options.name / "measured.json"))
+    notebook = Notebook(options.runs / options.name / "measured.json")
+    rows = measure(plan, notebook)
     real = exact(plan)
+    setup = plan.emulated
+    found = emulated.measure(setup, notebook, functools.partial(ranks, plan, notebook), options.runs / options.name)
     return Document(
         title="Dryden's synthetic allreduce",
-        rests_on=rests_on(plan),
-        sheets=[by_network(plan, rows), *by_place(plan, rows), real],
-        claims=claims(plan, rows, real.rows),
-        measured=MEASURED,
-        numbers={"all": rows},
+        rests_on=[*rests_on(plan), verdict.rests_on(setup)],
+        sheets=[by_network(plan, rows), *by_place(plan, rows), real, *verdict.sheets(setup, found)],
+        claims=[*claims(plan, rows, real.rows), *verdict.claims(setup, found)],
+        measured=[*MEASURED, *verdict.MEASURED],
+        failures=found.failures,
+        numbers={"all": rows, "emulated": found.rows, "delays": found.delays_rows()},
     )
 
 

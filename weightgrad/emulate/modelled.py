@@ -124,7 +124,8 @@ class ModelledWan(Network):
         worst = (max((one[name] for one in late), default=0.0) for name in ("p50", "p99", "worst"))
         return WanStats(pairs, Lateness(total, *worst))
 
-    def _fresh(self) -> None:
+    def fresh(self) -> None:
+        """Lateness counts from here."""
         self._opened.fresh()
 
     def describe(self) -> dict[str, Any]:

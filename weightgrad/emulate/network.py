@@ -167,11 +167,11 @@ class Network(ABC):
 
     @abstractmethod
     def stats(self) -> WanStats:
-        """What has passed since the start, and how late it was since the last check."""
+        """What has passed since the start, and how late it was since the last check or `fresh`."""
 
     @abstractmethod
-    def _fresh(self) -> None:
-        """Lateness counts from here."""
+    def fresh(self) -> None:
+        """Lateness counts from here, for another run on this network; what `check` has found still holds."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Network(ABC):
     def check(self) -> tuple[LinkCheck, ...]:
         """Measure every direction of every link, before a run: some seconds of full load."""
         self._checked = check_links(self)
-        self._fresh()
+        self.fresh()
         return self._checked
 
     def verdict(self) -> Verdict:

@@ -147,7 +147,8 @@ class Wan(Network):
             pairs[sender, receiver] = PairStats(*passed, lost=delay.lost.get((i, j), 0))
         return WanStats(pairs, delay.lateness, delay.errors)
 
-    def _fresh(self) -> None:
+    def fresh(self) -> None:
+        """Lateness counts from here."""
         self._opened.fresh()
 
     def describe(self) -> dict[str, Any]:
