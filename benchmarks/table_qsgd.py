@@ -185,17 +185,23 @@ def claims(found: Found, plan: Plan) -> list[Claim]:
     for part, runs in found.parts.items():
         if _is_timing(part):
             continue
-        tested = plan.evaluate_on if part.startswith("LeNet") else plan.cifar_evaluate_on
+        tested = _tested(runs)
         for bits, word, limit in ((8, "4 times fewer bytes are free", 0.5), (4, "8 times fewer nearly free", 1.0)):
             far = apart(runs, f"{bits} bits, stochastic", PLAIN, tested)
             if far is not None:
                 what = f"{part}: {word}: {bits} bits lose at most {limit} points."
                 made.append(Claim(what, far.above(-limit), f"{far.text()}."))
-    return made + _grid_claims(found.parts.get(part_name("lenet", plan.most_nodes), {}), plan.evaluate_on)
+    return made + _grid_claims(found.parts.get(part_name("lenet", plan.most_nodes), {}))
 
 
-def _grid_claims(runs: Mapping[str, Sequence[Run]], tested: int) -> list[Claim]:
+def _tested(runs: Mapping[str, Sequence[Run]]) -> int:
+    """Images that the accuracies are of: as many as wanted, or as are held out."""
+    return int(next(iter(runs.values()))[0].recipe["training"]["evaluate_on"])
+
+
+def _grid_claims(runs: Mapping[str, Sequence[Run]]) -> list[Claim]:
     made = []
+    tested = _tested(runs) if runs else 0
     for bits in BITS:
         for better, worse, why in (
             ("stochastic", "nearest", "rounding at random is better than to the nearest"),
