@@ -113,7 +113,7 @@ def test_qsgds_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(model, split, plan, nodes).with_settings(settings)
 
     monkeypatch.setattr(table_qsgd, "recipe", small)
-    plan = table_qsgd.Plan(seeds=1, most_nodes=2, evaluate_on=20, cifar_evaluate_on=20, timed=())
+    plan = table_qsgd.Plan(seeds=1, cifar_seeds=1, most_nodes=2, evaluate_on=20, cifar_evaluate_on=20, timed=())
     document = table_qsgd.make(plan, options)
     text = written(document, options)
     assert "2 bits, nearest, error feedback" in text
