@@ -121,4 +121,17 @@ def test_the_document_says_what_could_not_be_installed(tmp_path: Path, monkeypat
     assert f"| hivemind | – | – | – | – | – | – | {why} |" in text  # noqa: RUF001
     assert (found.seconds_to("ddp", LINE), found.seconds_to("auto", LINE)) == (3.0, 1.0)
     assert "3.00 times as soon as `ddp`" in text
-    assert "At worst 100%, at 100 Mbit/s, 10 ms." in text
+    assert "At worst 99.5%, at 100 Mbit/s, 10 ms: 40.2 ms, 40.0 without an exchange." in text
+
+
+def test_a_free_wan_is_what_the_loop_alone_takes(tmp_path: Path) -> None:
+    found = Found(TASK, 40, [LINE], ["alone", "ddp", "auto"], 105_226)
+    found.outcomes += [outcome(name, [0.5, 0.8, 0.9, 0.9]) for name in found.rivals]
+    for place, seconds in ((0, 0.042), (2, 0.0438)):
+        found.outcomes[place] = dataclasses.replace(found.outcomes[place], step_seconds=seconds)
+    text = document(found).markdown(Options(name="rivals", command="", quick=True, out=tmp_path, runs=tmp_path), "x")
+    assert "**Holds**: `auto` steps at 95 %" in text
+    assert "At worst 95.9%, at 100 Mbit/s, 10 ms: 43.8 ms, 42.0 without an exchange." in text
+    assert "as soon as `alone`" not in text
+    found.outcomes[0] = dataclasses.replace(found.outcomes[0], trusted=False)
+    assert found.free(LINE) == TASK.seconds
