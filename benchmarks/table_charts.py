@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from weightgrad.report.runs import Run
 
 Points = list[tuple[float, float]]
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 400, 64, 170, 44, 48
 COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
 OURS = "#d55e00"
 STYLE = """
@@ -49,6 +49,49 @@ class Axis:
         return [n * step for n in range(first, math.floor((self._low + self._span) / step + 1e-9) + 1)]
 
 
+@dataclass(frozen=True)
+class Frame:
+    """The sheet of a chart and its margins."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+
+    @property
+    def across(self) -> tuple[float, float]:
+        """Where the horizontal axis begins and ends."""
+        return self.left, self.width - self.right
+
+    @property
+    def up(self) -> tuple[float, float]:
+        """The same of the vertical one."""
+        return self.height - self.bottom, self.top
+
+    def drawn(self, title: str, about: str, across: Axis, up: Axis, numbers: str = "{:.4g}") -> list[str]:
+        """Everything but the data, from `<svg>` on; `numbers` is how those under the chart are written."""
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img">',
+            f"<title>{escape(title)}</title><style>{STYLE}</style>",
+            f'<text class="title" x="8" y="22">{escape(title)}</text>',
+        ]
+        for value in up.ticks():
+            at = f"{up.at(value):.1f}"
+            parts.append(f'<line class="grid" x1="{self.left}" x2="{self.across[1]}" y1="{at}" y2="{at}"/>')
+            parts.append(
+                f'<text class="quiet" x="{self.left - 8}" y="{at}" dy="4" text-anchor="end">{value:.4g}</text>'
+            )
+        for value in across.ticks():
+            place = f'x="{across.at(value):.1f}" y="{self.up[0] + 20}"'
+            parts.append(f'<text class="quiet" {place} text-anchor="middle">{numbers.format(value)}</text>')
+        return [*parts, f'<text class="quiet" x="{self.left}" y="{self.height - 8}">{escape(about)}</text>']
+
+
+FRAME = Frame(900, 400, 64, 170, 44, 48)
+
+
 def lines(series: Mapping[str, Points], *, title: str, x: str, y: str, log_x: bool = True, log_y: bool = False) -> str:
     """One line a name, names at their ends; empty when there is nothing to draw."""
     kept = {name: [(a, b) for a, b in points if math.isfinite(b)] for name, points in series.items()}
@@ -56,21 +99,9 @@ def lines(series: Mapping[str, Points], *, title: str, x: str, y: str, log_x: bo
     if not kept:
         return ""
     every = [point for points in kept.values() for point in points]
-    across = Axis([a for a, _ in every], (_LEFT, _WIDTH - _RIGHT), log=log_x)
-    up = Axis([b for _, b in every], (_HEIGHT - _BOTTOM, _TOP), log=log_y)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style>",
-        f'<text class="title" x="8" y="22">{escape(title)}</text>',
-    ]
-    for value in up.ticks():
-        at = f"{up.at(value):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text class="quiet" x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{value:.4g}</text>')
-    for value in across.ticks():
-        place = f'x="{across.at(value):.1f}" y="{_HEIGHT - _BOTTOM + 20}"'
-        parts.append(f'<text class="quiet" {place} text-anchor="middle">{value:.4g}</text>')
-    parts.append(f'<text class="quiet" x="{_LEFT}" y="{_HEIGHT - 8}">{escape(f"{x}; up: {y}")}</text>')
+    across = Axis([a for a, _ in every], FRAME.across, log=log_x)
+    up = Axis([b for _, b in every], FRAME.up, log=log_y)
+    parts = FRAME.drawn(title, f"{x}; up: {y}", across, up)
     return "\n".join([*parts, *_drawn(kept, across, up), "</svg>", ""])
 
 
@@ -86,7 +117,7 @@ def _drawn(series: Mapping[str, Points], across: Axis, up: Axis) -> list[str]:
     above = -math.inf
     for height, end, name, color in sorted(ends):
         above = max(height, above + 14)
-        edge = _WIDTH - _RIGHT + 6
+        edge = FRAME.across[1] + 6
         lead = f'x1="{end:.1f}" y1="{height:.1f}" x2="{edge}" y2="{above:.1f}"'
         parts.append(f'<line stroke="{color}" {lead} opacity="0.35"/>')
         parts.append(f'<text x="{edge + 4}" y="{above + 4:.1f}" style="fill:{color}">{escape(name)}</text>')

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from table_charts import COLORS, OURS, STYLE, Axis
+from table_charts import COLORS, OURS, Axis, Frame
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 440, 64, 170, 48, 48
+FRAME = Frame(900, 440, 64, 170, 48, 48)
+_LEFT, _EDGE = FRAME.across
+_FLOOR, _TOP = FRAME.up
 _LETTER, _LINE = 6.7, 15.0  # of a label: width of a letter, height
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
@@ -42,36 +44,22 @@ def dots(
     heights = [*(dot.y + side * dot.error for dot in every for side in (-1, 1)), *across.values()]
     room = 0.06 * ((max(heights) - min(heights)) or 1.0)
     widths = [dot.x for dot in every] + list(upright.values())
-    horizontal = Axis([min(widths) / 1.4, max(widths) * 1.4], (_LEFT, _WIDTH - _RIGHT), log=True)
-    vertical = Axis([min(heights) - room, max(heights) + room], (_HEIGHT - _BOTTOM, _TOP), log=False)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style>",
-        f'<text class="title" x="8" y="22">{escape(title)}</text>',
-    ]
-    for value in vertical.ticks():
-        at = f"{vertical.at(value):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text class="quiet" x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{value:.4g}</text>')
-    for value in horizontal.ticks():
-        place = f'x="{horizontal.at(value):.1f}" y="{_HEIGHT - _BOTTOM + 20}"'
-        parts.append(f'<text class="quiet" {place} text-anchor="middle">{value:,.0f}</text>')
-    parts.append(f'<text class="quiet" x="{_LEFT}" y="{_HEIGHT - 8}">{escape(f"{x}; up: {y}")}</text>')
+    horizontal = Axis([min(widths) / 1.4, max(widths) * 1.4], FRAME.across, log=True)
+    vertical = Axis([min(heights) - room, max(heights) + room], FRAME.up, log=False)
+    parts = FRAME.drawn(title, f"{x}; up: {y}", horizontal, vertical, "{:,.0f}")
     parts += _marks(across, upright, horizontal, vertical)
-    lines: list[Box] = [
-        (_LEFT, vertical.at(value) - 1, _WIDTH - _RIGHT, vertical.at(value) + 1) for value in across.values()
-    ]
-    lines += [(horizontal.at(value) - 1, _TOP, horizontal.at(value) + 1, _HEIGHT) for value in upright.values()]
+    lines: list[Box] = [(_LEFT, vertical.at(value) - 1, _EDGE, vertical.at(value) + 1) for value in across.values()]
+    lines += [(horizontal.at(value) - 1, _TOP, horizontal.at(value) + 1, FRAME.height) for value in upright.values()]
     return "\n".join([*parts, *_drawn(series, horizontal, vertical, lines), "</svg>", ""])
 
 
 def _marks(across: Mapping[str, float], upright: Mapping[str, float], horizontal: Axis, vertical: Axis) -> list[str]:
     parts: list[str] = []
-    edge, above = _WIDTH - _RIGHT, -math.inf
+    edge, above = _EDGE, -math.inf
     dashed = 'stroke="#888" stroke-dasharray="5 4"'
     for name, value in upright.items():
         place = f"{horizontal.at(value):.1f}"
-        parts.append(f'<line {dashed} x1="{place}" x2="{place}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
+        parts.append(f'<line {dashed} x1="{place}" x2="{place}" y1="{_TOP}" y2="{_FLOOR}"/>')
         parts.append(f'<text class="quiet" x="{place}" y="{_TOP - 6}" text-anchor="middle">{escape(name)}</text>')
     for name, value in sorted(across.items(), key=lambda mark: -mark[1]):
         at = vertical.at(value)
@@ -114,7 +102,7 @@ def _free(x: float, y: float, width: float, taken: Sequence[Box]) -> Box:
         for left in (x + 9, x - 9 - width, x - width / 2):
             top = y + away * (_LINE - 3) - _LINE / 2
             box = (left, top, left + width, top + _LINE)
-            out = box[0] < _LEFT or box[2] > _WIDTH - _RIGHT + 60 or box[1] < _TOP or box[3] > _HEIGHT - _BOTTOM
+            out = box[0] < _LEFT or box[2] > _EDGE + 60 or box[1] < _TOP or box[3] > _FLOOR
             found.append((sum(_common(box, other) for other in taken) + 20 * abs(away) + 10_000 * out, box))
     return min(found)[1]
 

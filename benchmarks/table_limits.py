@@ -1,7 +1,7 @@
 """How few bytes can `auto` send before accuracy suffers? Density and rounds of its planner, on the paper's testbed.
 
     python benchmarks/table_limits.py --quick
-    python benchmarks/table_limits.py                          # 50 core minutes; 1,500 steps, one seed
+    python benchmarks/table_limits.py                          # about an hour of one core; 1,500 steps, one seed
     python benchmarks/table_limits.py --seeds 3
 
 The goal is 3,000 times fewer bytes over the WAN than the baseline, both directions, at 0.1 points below its accuracy

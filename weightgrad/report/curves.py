@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
+from weightgrad.report.page_charts import accuracy
 from weightgrad.report.runs import Run
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 56, 150, 48, 48
@@ -42,8 +42,8 @@ def draw(groups: Mapping[str, Sequence[Run]], *, title: str) -> str:
     def x(t: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (math.log10(t) - first) / max(last - first, 1e-9)
 
-    def y(accuracy: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (accuracy - low) / max(high - low, 1e-9)
+    def y(percent: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (percent - low) / max(high - low, 1e-9)
 
     longest = max(len(name) for name in lines)
     width = max(_WIDTH, _WIDTH - _RIGHT + 12 + math.ceil(_LETTER * longest))  # long names need more room
@@ -52,10 +52,10 @@ def draw(groups: Mapping[str, Sequence[Run]], *, title: str) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f'<text class="title" x="8" y="22">{escape(title)}</text>',
     ]
-    for accuracy in range(low, high + 1, 5 if high - low <= 40 else 10):
-        at = f"{y(accuracy):.1f}"
+    for percent in range(low, high + 1, 5 if high - low <= 40 else 10):
+        at = f"{y(percent):.1f}"
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text class="quiet" x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{accuracy} %</text>')
+        parts.append(f'<text class="quiet" x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{percent} %</text>')
     for t in _ticks(min(times), max(times)):
         parts.append(
             f'<text class="quiet" x="{x(t):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{t:g} s</text>'
@@ -77,18 +77,12 @@ class Point(NamedTuple):
 
 
 def _line(runs: Sequence[Run]) -> list[Point]:
-    seeds = [found for run in runs if (found := _points(run))]
+    found = accuracy(runs)
     line = []
-    for place in range(min(map(len, seeds), default=0)):
-        t, accuracy = (fmean(values) for values in zip(*(seed[place] for seed in seeds), strict=True))
-        each = [seed[place][1] for seed in seeds]
-        line.append(Point(t, accuracy, min(each), max(each)))
+    for t, mean, low, high in zip(*(found[key] for key in ("time", "mean", "low", "high")), strict=True):
+        if t is not None and t > 0 and mean is not None and low is not None and high is not None:
+            line.append(Point(t, mean, low, high))
     return line
-
-
-def _points(run: Run) -> list[tuple[float, float]]:
-    found = [(float(e["t"]), 100 * float(e["accuracy"])) for e in run.evaluations if e["accuracy"] is not None]
-    return [(t, accuracy) for t, accuracy in found if t > 0]
 
 
 def _ticks(low: float, high: float) -> list[float]:

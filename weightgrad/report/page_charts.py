@@ -98,6 +98,11 @@ def _accuracy(run: Run) -> list[Point]:
     ]
 
 
+def accuracy(runs: Sequence[Run]) -> dict[str, list[float | None]]:
+    """Percent over steps, virtual time and bytes: mean, low and high of these seeds of a strategy."""
+    return _line([_accuracy(run) for run in runs])
+
+
 def _loss(run: Run) -> list[Point]:
     """The mean over sites of the mean over as many steps as make one point."""
     steps = sorted({int(line["step"]) for line in run.steps})
@@ -227,7 +232,7 @@ def charts(groups: Groups, comparison: Comparison) -> dict[str, Any]:
         "strategies": styles(names),
         "reference": comparison.reference,
         "time": {"unit": unit, "seconds": factor},
-        "accuracy": {name: _line([_accuracy(run) for run in runs]) for name, runs in groups.items()},
+        "accuracy": {name: accuracy(runs) for name, runs in groups.items()},
         "loss": {name: _line([_loss(run) for run in runs]) for name, runs in groups.items()},
         "speedup": [
             {"strategy": row.strategy, "value": row.speedup_to_accuracy, "text": speedup_text(row)}
