@@ -292,6 +292,7 @@ def test_bytes_on_sockets() -> None:
         assert received is not None
         assert payload <= sent["127.0.0.1"].sent < 1.1 * payload
         assert payload <= received["127.0.0.1"].received < 1.1 * payload
+        assert ours.trip > 0, "TCP has seen segments acknowledged"
         host.server.stop(0.0)
         gone = ours.total()  # the connections have gone, their bytes have not
         assert gone is not None

@@ -16,7 +16,7 @@ NUMEL = 1_000_000
 SITES = ["east", "west"]
 
 
-def drive(planner: Planner, bit_s: float, delay: float, step: float, rounds: int = 12) -> list[str]:
+def drive(planner: Planner, bit_s: float, delay: float, step: float, rounds: int = 12, trip: float = 0.0) -> list[str]:
     """Rounds over a link of that speed; the reasons it gave."""
     why = []
     for _ in range(rounds):
@@ -24,7 +24,7 @@ def drive(planner: Planner, bit_s: float, delay: float, step: float, rounds: int
         density = 1.0 if codec == "fp32" else float(codec.split("(")[2].split(")")[0])
         nbytes = int(NUMEL * (sparse_bits(density) + sparse_bits(Auto().down(density))) / 8)
         for name in SITES:
-            planner.observe(name, Report(step), 2 * delay + 8 * nbytes / bit_s, nbytes)
+            planner.observe(name, Report(step, trip_seconds=trip), 2 * delay + 8 * nbytes / bit_s, nbytes)
         decision = planner.decide(SITES)
         if decision is not None:
             why.append(decision.why)
@@ -60,9 +60,10 @@ def test_a_link_faster_than_the_codec() -> None:
 
 
 @pytest.mark.parametrize(("bit_s", "delay"), [(1e6, 0.01), (20e6, 0.5), (2e6, 0.2)])
-def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float, known: bool) -> None:
     found = planner()
-    drive(found, bit_s, delay, 0.03)
+    drive(found, bit_s, delay, 0.03, trip=2 * delay if known else 0.0)
     pace = found.now.pace
     assert pace.every > Auto().every or pace.up != Auto().codec(Auto().density)
     bits = NUMEL * (sparse_bits(found.density) + sparse_bits(Auto().down(found.density)))
@@ -77,16 +78,17 @@ def test_a_long_link_gets_overlap_and_not_fewer_rounds() -> None:
     assert 7 <= found.now.pace.overlap <= Auto().reach
 
 
-def test_it_follows_a_link_that_slows_and_recovers_and_does_not_swing() -> None:
+@pytest.mark.parametrize("trip", [0.0, 0.04])
+def test_it_follows_a_link_that_slows_and_recovers_and_does_not_swing(trip: float) -> None:
     found = planner()
-    drive(found, 100e6, 0.02, 0.03)
+    drive(found, 100e6, 0.02, 0.03, trip=trip)
     before = found.now.pace
-    drive(found, 1e6, 0.02, 0.03, rounds=60)
+    drive(found, 1e6, 0.02, 0.03, rounds=60, trip=trip)
     assert found.now.pace != before
     settled = found.now.pace
-    assert drive(found, 1e6, 0.02, 0.03, rounds=30) == []
+    assert drive(found, 1e6, 0.02, 0.03, rounds=30, trip=trip) == []
     assert found.now.pace == settled
-    drive(found, 100e6, 0.02, 0.03, rounds=120)
+    drive(found, 100e6, 0.02, 0.03, rounds=120, trip=trip)
     assert (found.now.pace.every, found.now.pace.up) == (before.every, before.up)
 
 
@@ -124,6 +126,40 @@ def test_speed_and_delay_keep_their_proportion_while_sizes_stay_the_same() -> No
     assert fit.line() == pytest.approx((1.0, 1e-5))
 
 
+# Bytes and seconds of a site's first rounds, 100 Mbit/s and 80 ms away: the larger one needed one round trip more,
+# and a line through so similar sizes is far too steep.
+SLOW_START = [(50_000, 0.3), (32_000, 0.16), (31_900, 0.15), (32_100, 0.155)]
+
+
+def test_the_lines_own_round_trip_is_not_taken_for_the_time_of_bytes() -> None:
+    known, unknown = LinkFit(), LinkFit()
+    for size, seconds in SLOW_START:
+        known.add(size, seconds, trip=0.08)
+        unknown.add(size, seconds)
+    delay, slope = known.line()
+    assert delay >= 0.08
+    assert 32_000 * slope <= 0.15 - 0.08 + 0.01
+    assert 32_000 * unknown.line()[1] >= 0.15, "else the trip would not be needed"
+
+
+def test_a_first_impression_does_not_halve_the_share() -> None:
+    known, unknown = planner(), planner()
+    for size, seconds in SLOW_START:
+        for one, trip in ((known, 0.08), (unknown, 0.0)):
+            for name in SITES:
+                one.observe(name, Report(0.042, trip_seconds=trip), seconds, size)
+            one.decide(SITES)
+    assert known.density == Auto().density
+    assert unknown.density < Auto().density, "else the trip would not be needed"
+
+
+def test_a_trip_longer_than_a_round_is_possible_and_leaves_nothing_for_the_bytes() -> None:
+    fit = LinkFit()
+    fit.add(50_000, 0.1, trip=0.2)
+    fit.add(20_000, 0.09, trip=0.2)
+    assert fit.line() == (0.2, 0.0)
+
+
 def test_the_slowest_site_sets_the_step() -> None:
     found = planner()
     for name, step in (("east", 0.01), ("west", 0.3)):
@@ -134,7 +170,7 @@ def test_the_slowest_site_sets_the_step() -> None:
 
 def test_state_survives() -> None:
     found = planner()
-    drive(found, 3e6, 0.05, 0.03)
+    drive(found, 3e6, 0.05, 0.03, trip=0.07)
     again = planner()
     again.load(found.state())
     assert again.now == found.now

@@ -21,6 +21,9 @@ _FILES = "/proc/self/fd"
 _INFO_BYTES = 136
 _COUNTS = struct.Struct("@QQ")
 _COUNTS_AT = 120  # tcpi_bytes_acked, then tcpi_bytes_received
+_TRIP = struct.Struct("@I")
+_TRIP_AT = 148  # tcpi_min_rtt, in microseconds
+_UNKNOWN_TRIP = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class SocketCount:
 class SocketBytes:
     """Counts the connections of this process to a port ("client"), or of others to its port ("server").
 
-    `why_not` says why nothing can be counted here; it is None where it can.
+    `why_not` says why nothing can be counted here; it is None where it can. `trip` is the shortest round trip that
+    TCP has seen of late on a connection that is there, in seconds; 0 where it is not known.
     """
 
     def __init__(self, port: int, *, side: Literal["client", "server"]) -> None:
@@ -45,6 +49,7 @@ class SocketBytes:
         self._seen: dict[str, tuple[str, SocketCount]] = {}  # by inode: the other end's address, and the last count
         self._gone: dict[str, SocketCount] = {}  # by address
         self._lock = threading.Lock()
+        self.trip = 0.0
         self.why_not = _why_not()
 
     def sample(self) -> dict[str, SocketCount] | None:
@@ -52,11 +57,13 @@ class SocketBytes:
         if self.why_not is not None:
             return None
         with self._lock:
-            present = {}
+            present, trips = {}, []
             for name in os.listdir(_FILES):
                 if found := self._look_at(int(name)):
-                    inode, address, count = found
+                    inode, address, count, trip = found
                     present[inode] = address, count
+                    trips += [trip] if trip > 0 else []
+            self.trip = min(trips, default=self.trip)
             for inode in self._seen.keys() - present.keys():
                 address, count = self._seen[inode]
                 self._gone[address] = self._gone.get(address, SocketCount()) + count
@@ -71,7 +78,7 @@ class SocketBytes:
         counts = self.sample()
         return None if counts is None else sum(counts.values(), SocketCount())
 
-    def _look_at(self, file: int) -> tuple[str, str, SocketCount] | None:
+    def _look_at(self, file: int) -> tuple[str, str, SocketCount, float] | None:
         try:
             link = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"{_FILES}/{file}"))
             if not link:
@@ -83,10 +90,17 @@ class SocketBytes:
                 ours, theirs = connection.getsockname(), connection.getpeername()
                 if (theirs if self._side == "client" else ours)[1] != self._port:
                     return None
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRIP_AT + _TRIP.size)
         except OSError:
             return None  # it was closed under our eyes, or is no connection
-        return link[1], theirs[0].removeprefix("::ffff:"), SocketCount(*_COUNTS.unpack_from(info, _COUNTS_AT))
+        count = SocketCount(*_COUNTS.unpack_from(info, _COUNTS_AT))
+        return link[1], theirs[0].removeprefix("::ffff:"), count, _trip(info)
+
+
+def _trip(info: bytes) -> float:
+    """Seconds; 0 before anything was measured, and where the kernel does not say."""
+    found = _TRIP.unpack_from(info, _TRIP_AT)[0] if len(info) >= _TRIP_AT + _TRIP.size else 0
+    return 0.0 if found == _UNKNOWN_TRIP else 1e-6 * float(found)
 
 
 def _socket_of(file: int) -> socket.socket:

@@ -92,11 +92,11 @@ class WanEnd:
         """Take what has come; whether anything had."""
         end = self._end
         assert end is not None
-        if self.now - self._sampled > 2.0:
+        if self.now - self._sampled > 2.0 or end.stopwatch.trip == 0:
             self._sampled = self.now
-            self._sockets.sample()
             if (total := self._sockets.total()) is not None:
                 self.watch.sample(self.now, total.sent, self._client.unacknowledged_bytes > 0)
+            end.stopwatch.trip = self._sockets.trip
         self._look_at_line(end)
         data = self._client.receive(timeout)
         found = data is not None

@@ -67,6 +67,8 @@ class World:
         self.server_alive = True
         self.sites = [site.make(n, place, plan, task, self._base) for n, place in enumerate(plan.sites)]
         self.by_name = {s.place.name: s for s in self.sites}
+        for name, one in self.by_name.items():
+            one.end.stopwatch.trip = 2 * self.links.delay(name)
         self.rounds = 0
         self.status = "finished"
         self.last: Evaluation | None = None

@@ -65,7 +65,7 @@ from weightgrad.wan.messages import (
 from weightgrad.wan.pace import Pace, Report
 
 _RATE = struct.Struct("<d")
-_REPORT = struct.Struct("<dId")
+_REPORT = struct.Struct("<dIdd")
 _PACE = struct.Struct("<IIB")
 _START = struct.Struct("<Q")
 _TAKEN = struct.Struct("<IB3s")  # round, name_len, reserved
@@ -150,7 +150,9 @@ def _rate_bytes(rate: float | None) -> bytes:
 
 
 def _report_bytes(report: Report | None) -> bytes:
-    return b"" if report is None else _REPORT.pack(report.step_seconds, report.round, report.round_seconds)
+    if report is None:
+        return b""
+    return _REPORT.pack(report.step_seconds, report.round, report.round_seconds, report.trip_seconds)
 
 
 def _pace_bytes(pace: Pace | None) -> bytes:

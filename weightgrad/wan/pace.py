@@ -18,7 +18,7 @@ from weightgrad.errors import ProtocolError, SpecError
 
 MAX_TEXT_BYTES = 255
 PACE_FIXED_BYTES = 9  # every (4), overlap (4), length of the text (1)
-REPORT_BYTES = 20  # step_seconds (8), round (4), round_seconds (8)
+REPORT_BYTES = 28  # step_seconds (8), round (4), round_seconds (8), trip_seconds (8)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class Pace:
 
 @dataclass(frozen=True)
 class Report:
-    """What a site has measured: a step of its own, and how long its push of `round` took to be answered."""
+    """What a site has measured: a step of its own, how long its push of `round` took to be answered, and its line."""
 
     step_seconds: float
     round: int = 0  # 0: none has been answered since the last report
     round_seconds: float = 0.0
+    trip_seconds: float = 0.0  # there and back on the line, of a message without bytes; 0: not known
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "round_seconds"):
+        for name in ("step_seconds", "round_seconds", "trip_seconds"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ProtocolError(f"a report with {name} = {value}; it must be finite and not negative")
@@ -76,6 +77,7 @@ class Stopwatch:
         self._step = 0.0
         self._round = 0
         self._round_seconds = 0.0
+        self.trip = 0.0  # as the driver knows it
 
     def begins(self, now: float) -> None:
         """The workers may go on from now."""
@@ -94,7 +96,7 @@ class Stopwatch:
 
     def report(self) -> Report:
         """All of it; the answer's time is told once."""
-        found = Report(self._step, self._round, self._round_seconds)
+        found = Report(self._step, self._round, self._round_seconds, self.trip)
         self._round, self._round_seconds = 0, 0.0
         return found
 

@@ -2,7 +2,8 @@
 
 A site reports with each push how long its steps take and how long its last push took to be answered. Less
 what the server held the round for the others, that is the link: `seconds = delay + bytes / speed`, fitted per
-site by medians over its last rounds, so that one disturbed round says nothing. From that the planner takes, in this
+site by medians over its last rounds, so that one disturbed round says nothing. The delay is at least the line's own
+round trip, which the site reports too where it knows it. From that the planner takes, in this
 order of preference, the first pace whose bytes hide behind the compute between two pushes, and whose answers come
 within `reach` steps:
 
@@ -129,18 +130,21 @@ def sparse_bits(density: float) -> float:
 
 @dataclass
 class LinkFit:
-    """seconds = delay + bytes * slope, by the median of slopes between rounds of different size (Theil and Sen).
+    """seconds = trip + delay + bytes * slope, by the median of slopes between rounds of different size (Theil and Sen).
 
-    Where the last rounds are all of one size, delay and slope keep their proportion and follow what they take.
+    The trip is known, or 0; the rest is fitted. Where the last rounds are all of one size, delay and slope keep their
+    proportion and follow what they take.
     """
 
-    rounds: list[tuple[float, float]] = field(default_factory=list)  # (bytes, seconds), the last ones
+    rounds: list[tuple[float, float]] = field(default_factory=list)  # (bytes, seconds beyond the trip), the last ones
     delay: float = 0.0
     slope: float = 0.0  # seconds a byte
+    trip: float = 0.0
 
-    def add(self, nbytes: float, seconds: float) -> None:
-        """One more round."""
-        self.rounds = [*self.rounds, (nbytes, seconds)][-_WINDOW:]
+    def add(self, nbytes: float, seconds: float, trip: float = 0.0) -> None:
+        """One more round, on a line that takes so long there and back."""
+        self.trip = trip
+        self.rounds = [*self.rounds, (nbytes, max(0.0, seconds - trip))][-_WINDOW:]
         slopes = [
             (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.permutations(self.rounds, 2) if x2 > _APART * x1
         ]
@@ -159,7 +163,7 @@ class LinkFit:
 
     def line(self) -> tuple[float, float]:
         """(delay, seconds a byte)."""
-        return self.delay, self.slope
+        return self.trip + self.delay, self.slope
 
 
 @dataclass
@@ -181,7 +185,7 @@ class Planner:
         if report.step_seconds > 0:
             self.steps[site] = report.step_seconds
         if network_seconds is not None:
-            self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0))
+            self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0), report.trip_seconds)
 
     def decide(self, present: list[str]) -> Decision | None:
         """A new pace for these sites, or None to go on as it is. Called as each round closes."""
@@ -286,6 +290,7 @@ class Planner:
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
         for name, fit in self.links.items():
             found[f"link.{name}"] = torch.tensor([(fit.delay, fit.slope), *fit.rounds], dtype=torch.float64)
+            found[f"trip.{name}"] = torch.tensor(fit.trip, dtype=torch.float64)
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -299,4 +304,5 @@ class Planner:
         for name, tensor in state.items():
             if name.startswith("link."):
                 (delay, slope), *rounds = [(float(x), float(y)) for x, y in tensor]
-                self.links[name.removeprefix("link.")] = LinkFit(rounds, delay, slope)
+                site = name.removeprefix("link.")
+                self.links[site] = LinkFit(rounds, delay, slope, float(state[f"trip.{site}"]))

@@ -92,7 +92,7 @@ class SiteEnd:
         self.rebases = 0  # how often the whole base has come, and moved the model
         self._dropped = 0  # pushes up to this one are known to the server, and all that was pending then is gone
         self.pace = plan.pace
-        self._stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch()
         wants = isinstance(plan.trigger, Significance)
         self.threshold = (
             DynamicThreshold(plan.trigger.threshold, plan.trigger.low, plan.trigger.high)
@@ -145,7 +145,7 @@ class SiteEnd:
         """Why the workers may not be given weights now, or None."""
         why = self._why_blocked(now)
         if why is None:
-            self._stopwatch.begins(now)
+            self.stopwatch.begins(now)
         return why
 
     def _why_blocked(self, now: float) -> str | None:
@@ -228,7 +228,7 @@ class SiteEnd:
         """A local step is done: `model` has moved, or here is the gradient. Maybe a round starts."""
         self.step += 1
         self.let_go = False
-        self._stopwatch.ends(now)
+        self.stopwatch.ends(now)
         if self._previous is not None:
             if gradient is not None:
                 self._step_update = gradient
@@ -337,7 +337,7 @@ class SiteEnd:
             parts,
             final,
             self.rate,
-            self._stopwatch.report() if self.pace is not None else None,
+            self.stopwatch.report() if self.pace is not None else None,
         )
         self._pushed, self._round_step = self._round, self.step
         self._flights.append(_Flight(push, now))
@@ -351,7 +351,7 @@ class SiteEnd:
         if isinstance(message, Answer):
             for flight in self._flights:
                 if flight.push.round == message.taken.get(self.name):
-                    self._stopwatch.answered(flight.push.round, now - flight.sent_at)
+                    self.stopwatch.answered(flight.push.round, now - flight.sent_at)
             if message.version > self.base.version:
                 self._inbox[message.version] = message
             return []
