@@ -288,11 +288,13 @@ class Runner:
         return self.site._end.base.version if self.site._end is not None else 0
 
     def vanish(self) -> None:
-        """As by kill -9: the connections are gone and nobody has said goodbye."""
+        """As by kill -9 when the disk is idle: the connections are gone and nobody has said goodbye."""
         self._gone = True
         self._hang_up()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
+        if self.site._keeper is not None:
+            self.site._keeper.beside.wait()
 
     def _hang_up(self) -> None:
         if self.site.ledger is not None:

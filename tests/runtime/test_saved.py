@@ -9,11 +9,13 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from weightgrad.codecs import Fp32
@@ -138,6 +140,17 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def full_for(directory: Path) -> Callable[..., None]:
+    """A `save_file` that finds no room in that directory."""
+
+    def save(tensors: dict[str, torch.Tensor], path: str, **options: Any) -> None:
+        if Path(path).parent == directory:
+            full()
+        save_file(tensors, path, **options)
+
+    return save
+
+
 @pytest.mark.parametrize("where", ["save_file", "os.fsync", "os.replace"])
 def test_a_full_disk_keeps_the_last_state_and_is_named(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,6 +175,7 @@ def test_another_cause_is_named(tmp_path: Path) -> None:
 
 TINY_DISK = """
 import sys, torch
+from collections.abc import Callable
 from pathlib import Path
 from weightgrad.errors import SavedStateError
 from weightgrad.runtime import saved
@@ -222,6 +236,29 @@ def test_a_server_whose_disk_is_full_ends_and_goes_on_later(
     with Hub(recipe, state=tmp_path / "state", listen=hub.address) as again:
         finish(*sites)
         assert again.core.base.digest() == wanted
+
+
+def test_a_site_whose_disk_is_full_ends_and_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny("{name: diloco, every: 4, t_global: null}", workers=1, steps=16)
+    with Hub(recipe) as whole:
+        finish(*[Runner(recipe, name, whole.address) for name in ("east", "west")])
+        wanted = whole.core.base.digest()
+    with Hub(recipe, state=tmp_path / "server") as hub:
+        east = Runner(recipe, "east", hub.address, state=tmp_path / "east", checkpoint_every=3)
+        west = Runner(recipe, "west", hub.address, to=5, state=tmp_path / "west", checkpoint_every=3)
+        hub.until(lambda: west.site.steps == 5)
+        assert west.site._keeper is not None
+        west.site._keeper.beside.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("weightgrad.runtime.saved.save_file", full_for(tmp_path / "west"))
+            west.limit = 12
+            hub.until(lambda: west.error is not None)
+        assert isinstance(west.error, SavedStateError), "told at a step after it, not lost with its thread"
+        assert "rank-0-000000000006.safetensors: the disk is full" in str(west.error)
+        assert west.site.steps < 10, "at the next checkpoint at the latest"
+        west = Runner(recipe, "west", hub.address, state=tmp_path / "west", checkpoint_every=3)
+        finish(east, west)
+        assert hub.core.base.digest() == wanted
 
 
 def test_a_full_disk_of_the_answers_ends_the_server_with_the_cause(

@@ -288,6 +288,8 @@ class Site:
         if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             raise StrategyError("optimizer.step(closure) would train alone; call backward() before optimizer.step()")
         self._check_optimizer()
+        if self._keeper is not None:
+            self._keeper.beside.look()
         gradient = self._crew.step(self.steps)
         self.steps += 1
         moved = gradient is not None
@@ -303,7 +305,6 @@ class Site:
         self._bridge.drop_gradients()
         if self._keeper is not None and self.steps % self._every == 0:
             self._keeper.write(self.steps)
-            self.lan.barrier()  # the step counts when every rank has written its part
 
     def _check_optimizer(self) -> None:
         """Replicas step with the optimizer as it was told to them; of it only the rate is told again."""
@@ -350,12 +351,15 @@ class Site:
                 self._wan.send(self._end.finish(self._wan.now))
             self._wan.until_free()
             if self._keeper is not None:
-                self._keeper.write(self.steps)
+                self._keeper.write_own(self.steps)
+                self._keeper.beside.wait()
             self._wan.send([Leave(self.name)])
             self._weights.copy_(self._end.base.vector)
             if self.ledger is not None:
                 self._write_end()
             self._wan.close()
+        elif self._keeper is not None:
+            self._keeper.beside.wait()
         self._left = True
         self._spread(True)
         self._average_buffers()

@@ -1,10 +1,14 @@
-"""A site's state on disk: each rank writes its own part, and a step counts when all have."""
+"""A site's state on disk: each rank writes its own part, and a step counts when all have.
+
+Steps go on while the disk is written to. No rank begins a step's part before all have ended that of the step before,
+and each keeps its last two, so there is always a step that every rank has.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from weightgrad.runtime.admission import row_difference
 from weightgrad.runtime.bridge import first_difference
 from weightgrad.runtime.crew import Crew
 from weightgrad.runtime.lan import Lan
+from weightgrad.runtime.saved_beside import Beside
 from weightgrad.site.layout import Layout
 from weightgrad.wan.site_end import SiteEnd
 from weightgrad.wan.strategies import Strategy
@@ -59,16 +64,23 @@ class SiteKeeper:
     crew: Crew
     end: SiteEnd | None
     buffers: Sequence[Tensor]
+    beside: Beside = field(default_factory=Beside)
 
     def write(self, steps: int) -> None:
-        """This rank's part."""
+        """All ranks, each its part, as it is now; when this returns it is on its way to the disk."""
+        self.beside.wait()
+        self.lan.barrier()
+        self.write_own(steps)
+
+    def write_own(self, steps: int) -> None:
+        """This rank's part alone."""
         tensors = {f"crew.{name}": tensor for name, tensor in self.crew.state().items()}
         if self.end is not None:
             tensors |= {f"end.{name}": tensor for name, tensor in self.end.state().items()}
-        tensors |= {f"buffer.{place}": buffer for place, buffer in enumerate(self.buffers)}
+        tensors |= {f"buffer.{place}": buffer.clone() for place, buffer in enumerate(self.buffers)}
         version = self.end.base.version if self.end is not None else -1
         facts = {"version": version, "step": steps, **self.keys.facts()}
-        saved.write(self.directory, self._name, steps, tensors, facts)
+        self.beside.begin(lambda: saved.write(self.directory, self._name, steps, tensors, facts))
 
     def restore(self) -> int | None:
         """Take back the newest step that every rank has written, and say which; None: there is none."""
