@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from weightgrad.codecs import Fp32
@@ -60,12 +61,14 @@ def test_an_answer_to_two_pushes_comes_when_the_first_of_them_is_due() -> None:
 
 def test_what_a_push_holds_back_leaves_the_model_with_it() -> None:
     """And stays pending; a site that goes on from base and pending keeps it, and so does one that waits."""
-    for settings, lets_go in (
-        ({"up": "ef(topk(0.2))", "overlap": 2, "resume": "base"}, True),
-        ({"up": "ef(topk(0.2))", "overlap": 2, "resume": "base_and_pending"}, False),
-        ({"up": "ef(topk(0.2))", "overlap": 0, "resume": "base"}, False),
+    for overlap, resume, kept in (
+        (2, "base", 0.0),
+        (2, "base_and_pending(0.25)", 0.25),
+        (2, "base_and_pending", 1.0),
+        (0, "base", 1.0),
+        (0, "base_and_pending(0.25)", 1.0),
     ):
-        plan = find("diloco", {"every": 1, **settings}).for_site()
+        plan = find("diloco", {"every": 1, "up": "ef(topk(0.2))", "overlap": overlap, "resume": resume}).for_site()
         one = SiteEnd("a", Base(LAYOUT, noise(99), optimizer=None, rate=lambda step: 0.1), plan, samples=4, key=1)
         one.receive(Welcome(0, 1, 0, 0), 0.0)
         before = one.model.clone()
@@ -73,8 +76,30 @@ def test_what_a_push_holds_back_leaves_the_model_with_it() -> None:
         sent = torch.zeros_like(before)
         for part in push.parts:
             part.into(sent, fixed.ADD)
-        assert one.let_go is lets_go
+        assert one.let_go is (kept < 1)
         assert torch.allclose(sent + one.pending.held, noise(0), atol=1e-6)
-        wanted = sent if lets_go else noise(0)
-        assert torch.allclose(one.model, before + wanted, atol=1e-6)
+        assert torch.allclose(one.model, before + sent + kept * one.pending.held, atol=1e-6)
         assert bool(one.pending.held.any())
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize(("resume", "share"), [("base", 0.0), ("base_and_pending(0.25)", 0.25)])
+def test_the_model_is_the_base_and_what_is_in_flight_and_a_share_of_what_is_held(
+    overlap: int, resume: str, share: float
+) -> None:
+    """After every push and every answer, over several rounds."""
+    plan = find("diloco", {"every": 1, "up": "ef(topk(0.2))", "overlap": overlap, "resume": resume}).for_site()
+    one = SiteEnd("a", Base(LAYOUT, noise(99), optimizer=None, rate=lambda step: 0.1), plan, samples=4, key=1)
+    one.receive(Welcome(0, 1, 0, 0), 0.0)
+    pushes: list[Push] = []
+    for number in range(1, 9):
+        pushes.append(step(one))
+        one.receive(answer(number, number), 0.0)
+        applied = one.settle()
+        assert bool(applied) is (number > overlap)
+        del pushes[: len(applied)]
+        wanted = one.base.vector + share * one.pending.held
+        for push in pushes:
+            for part in push.parts:
+                part.into(wanted, fixed.ADD)
+        assert torch.allclose(one.model, wanted, atol=1e-5)

@@ -46,7 +46,13 @@ EXAMPLES: dict[str, list[Any]] = {
         consistency.Async(),
         consistency.Async("inverse", compensate=0.04),
     ],
-    "resume": [resume.FromBase(), resume.FromBaseAndPending(), resume.Mix(), resume.Mix(0.25)],
+    "resume": [
+        resume.FromBase(),
+        resume.FromBaseAndPending(),
+        resume.FromBaseAndPending(0.25),
+        resume.Mix(),
+        resume.Mix(0.25),
+    ],
 }
 ALL = [(kind, one) for kind, found in EXAMPLES.items() for one in found]
 
@@ -92,6 +98,7 @@ def test_an_unknown_name_lists_every_part_that_exists(kind: str) -> None:
         ("consistency", "async_('late')", "inverse"),
         ("consistency", "bounded(-1)", "rounds"),
         ("resume", "mix(2)", "alpha"),
+        ("resume", "base_and_pending(-1)", "share"),
     ],
 )
 def test_a_wrong_argument_says_what_is_wanted(kind: str, text: str, says: str) -> None:

@@ -1,7 +1,8 @@
 """Where the local model goes on when an answer has moved the base.
 
-`base`: from the base; what is held waits for a later round. `base_and_pending`: from the base plus
-everything of one's own that is not in it. `mix(alpha)`: alpha of where it was, the rest the base
+`base`: from the base; what is held waits for a later round. `base_and_pending(share)`: from the base plus
+everything of one's own that is not in it, or a share of that: with nothing of it in the model a site does again and
+again what waits, with all of it the sites drift apart. `mix(alpha)`: alpha of where it was, the rest the base
 (Streaming DiLoCo). Whatever it is, what was done locally since the push is kept.
 """
 
@@ -20,9 +21,9 @@ class Resume:
     word: ClassVar[str]
 
     @property
-    def with_pending(self) -> bool:
-        """Whether the model includes what is held."""
-        return False
+    def pending_share(self) -> float:
+        """How much of what is held the model includes."""
+        return 0.0
 
     @property
     def own_share(self) -> float:
@@ -39,12 +40,17 @@ class FromBase(Resume):
 @part("resume", "base_and_pending")
 @dataclass(frozen=True)
 class FromBaseAndPending(Resume):
-    """The base and everything pending."""
+    """The base and `share` of everything pending."""
+
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        check("base_and_pending", "share", self.share, 0, 1)
 
     @property
-    def with_pending(self) -> bool:
-        """Yes."""
-        return True
+    def pending_share(self) -> float:
+        """As said."""
+        return self.share
 
 
 @part("resume", "mix")

@@ -4,7 +4,7 @@ After each local step the driver calls `stepped`; before each it calls `settle`,
 answers that have come, and asks `blocked`. The model the site trains on is `model`, one flat vector:
 with strategies that share gradients it is the base itself, otherwise it is
 
-    model = base + what is in flight + what was done since the last round (+ what is held, by `resume`).
+    model = base + what is in flight + what was done since the last round (+ a share of what is held, by `resume`).
 
 Conservation: what was taken by the server + in flight + held + done since = all local updates.
 
@@ -212,15 +212,19 @@ class SiteEnd:
                 self.model[here].mul_(share).add_(self.base.vector[here], alpha=1 - share)
             torch.sub(self.model, fresh, out=self._mark)
         else:
-            self._mark.copy_(self.base.vector)
-            for flight in self._flights:
-                for part in flight.push.parts:
-                    part.into(self._mark, fixed.ADD)
-            if self.plan.resume.with_pending:
-                self._mark += self.pending.held
+            self._mark_place()
             torch.add(self._mark, fresh, out=self.model)
         if self._previous is not None:
             self._previous.copy_(self.model)
+
+    def _mark_place(self) -> None:
+        """The base, what is in flight, and as much of what is held as `resume` says."""
+        self._mark.copy_(self.base.vector)
+        for flight in self._flights:
+            for part in flight.push.parts:
+                part.into(self._mark, fixed.ADD)
+        if share := self.plan.resume.pending_share:
+            self._mark.add_(self.pending.held, alpha=share)
 
     # -- after a step -----------------------------------------------------------------------
 
@@ -258,8 +262,7 @@ class SiteEnd:
         self._sent_step, self._done, self.let_go = self.step, None, self._lets_go
         push = self._begin(now, self._fresh(gradient), self.plan.selector, self.plan.trigger.fragment(moment))
         if self.let_go:
-            for part in push.parts:
-                part.into(self._mark, fixed.ADD)
+            self._mark_place()
             self.model.copy_(self._mark)
             if self._previous is not None:
                 self._previous.copy_(self.model)
@@ -268,8 +271,8 @@ class SiteEnd:
     @property
     def _lets_go(self) -> bool:
         """Whether what a push holds back leaves the model with it, and not only when the answer comes."""
-        plan = self.plan
-        from_base = not (plan.shares_gradients or plan.resume.with_pending or plan.resume.own_share)
+        plan, resume = self.plan, self.plan.resume
+        from_base = not plan.shares_gradients and not resume.own_share and resume.pending_share < 1
         return from_base and self.overlap > 0
 
     def finish(self, now: float) -> list[Message]:

@@ -394,6 +394,7 @@ TABLE = _table(
         planner="auto()",
         up="ef(topk(0.01) > sign())",
         down="ef(topk(0.02) > sign())",
+        resume="base_and_pending(0.25)",
         flush="none",
     ),
 )
