@@ -68,7 +68,7 @@ class Diary:
             answer.step,
             ", ".join(closed.senders),
             show_bytes(closed.up_bytes),
-            show_bytes(nbytes(answer)),
+            show_bytes(closed.down_bytes),
             seconds,
             closed.base,
         )
@@ -81,7 +81,7 @@ class Diary:
                 pace.every,
                 pace.overlap,
                 pace.up,
-                closed.decision.down,
+                closed.decision.words()["down"],
                 closed.decision.why,
             )
             self.write("pace", version=answer.version, **closed.decision.words())
@@ -115,6 +115,6 @@ def round_line(closed: Closed) -> dict[str, Any]:
         "senders": closed.senders,
         "pushes": [list(push) for push in closed.pushes],
         "up_bytes": closed.up_bytes,
-        "down_bytes": nbytes(closed.answer),
+        "down_bytes": closed.down_bytes,
         "base": closed.base,
     }

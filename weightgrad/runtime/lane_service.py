@@ -13,7 +13,7 @@ import grpc
 from weightgrad.errors import LinkError, SpecError
 from weightgrad.runtime.chunks import DEFAULT_CUT
 
-PROTOCOL = "2"
+PROTOCOL = "3"
 SERVICE = "weightgrad.Field"
 ENTER = f"/{SERVICE}/Enter"
 LANE = f"/{SERVICE}/Lane"

@@ -214,11 +214,11 @@ class SimSite:
             return 0.0
         applied, self.applied = self.applied, []
         workers, down = self.place.workers, self.plan.strategy.wan_codec("down")
-        moved = sum(numel(one.parts) for one in applied)
+        moved = sum(numel(one.moves if isinstance(one, Answer) else one.parts) for one in applied)
         seconds = codec_time.decode_seconds(down, moved, self.plan.codec_speed)
         self.times.codec += seconds
         if not self._spreads and workers > 1:
-            nbytes = sum(parts_bytes(one.parts) for one in applied)
+            nbytes = sum(parts_bytes(one.moves if isinstance(one, Answer) else one.parts) for one in applied)
             lan = self.place.lan.broadcast(workers, nbytes)
             self.times.lan += lan
             self.times.lan_bytes += (workers - 1) * nbytes

@@ -306,7 +306,7 @@ class World:
             senders=closed.senders,
             pushes=[list(push) for push in closed.pushes],
             up_bytes=closed.up_bytes,
-            down_bytes=nbytes(answer),
+            down_bytes=closed.down_bytes,
             base=closed.base,
         )
         if closed.decision is not None:

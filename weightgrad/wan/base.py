@@ -7,7 +7,7 @@ PyTorch, and Adam across sites is Adam on the large batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from weightgrad.kernels import fixed
 from weightgrad.site import optimizers
 from weightgrad.site.described import Described, make
 from weightgrad.site.layout import Layout
-from weightgrad.wan.messages import Answer
+from weightgrad.wan.aggregators import Accumulator, Mean
+from weightgrad.wan.messages import Answer, Share
 
 Rate = Callable[[int], float]
 """The learning rate of a step."""
@@ -38,6 +39,7 @@ class Base:
         self.step = 0
         self._rate = rate
         self._optimizer: torch.optim.Optimizer | None = None
+        self._room: Tensor | None = None  # where pushes that were handed on add up
         if optimizer is not None:
             parameters = optimizers.parameters_of(layout, self.vector)
             self._gradient = torch.zeros_like(self.vector)
@@ -49,14 +51,16 @@ class Base:
         """Whether answers are gradients; otherwise they are updates."""
         return self._optimizer is not None
 
-    def apply(self, answer: Answer) -> None:
-        """Move by the next answer."""
+    def apply(self, answer: Answer, mean: Tensor | None = None) -> None:
+        """Move by the next answer; `mean` is that of its shares, if it is known already."""
         if answer.version != self.version + 1:
             raise ProtocolError(f"the base is at version {self.version} and was given answer {answer.version}")
         self.version, self.step = answer.version, answer.step
         if self._optimizer is None:
             for part in answer.parts:
                 part.into(self.vector, fixed.ADD)
+            if answer.shares:
+                self.vector += self._mean(answer.shares) if mean is None else mean
         elif answer.parts:
             self._gradient.zero_()
             for part in answer.parts:
@@ -64,6 +68,16 @@ class Base:
             rate = self._rate(answer.step - 1) if answer.rate is None else answer.rate
             optimizers.set_rate(self._optimizer, rate)
             self._optimizer.step()
+
+    def _mean(self, shares: Sequence[Share]) -> Tensor:
+        """As the server takes it, in the same order: the same bits everywhere."""
+        pushes = Accumulator(self.layout.numel, room=self._room)
+        for share in shares:
+            if share.parts is None:
+                raise ProtocolError(f"an answer leaves out {share.site!r}'s push of round {share.round}, needed here")
+            pushes.add(share.site, share.parts, share.weight)
+        self._room = pushes.total
+        return Mean().close(pushes, {})
 
     def snapshot(self) -> dict[str, Tensor]:
         """All of it, for a site that joins and for checkpoints."""

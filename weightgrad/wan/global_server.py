@@ -39,6 +39,7 @@ from weightgrad.wan.messages import (
     Part,
     Push,
     Restarted,
+    Share,
     Welcome,
     nbytes,
 )
@@ -67,6 +68,7 @@ class ServerPlan:
     t_global: float | None = None
     adapts: bool = False  # t_global is the least, and grows with the rounds
     auto: Auto | None = None  # the server sets the pace
+    relay: int = 0  # with so many sites or fewer, pushes are handed on as they came
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Closed:
     senders: list[str]
     pushes: list[tuple[str, int]]  # (site, round) of each; a site that was late may have two
     up_bytes: int
+    down_bytes: int  # of the answer, as the site that is sent most of it gets it
     base: str  # digest of the base that the answer made
     decision: Decision | None = None  # a new pace, and why
 
@@ -105,6 +108,8 @@ class _Round:
     reported: bool = False
     came: dict[str, tuple[float, int]] = field(default_factory=dict)  # when a site's push came, and its bytes
     waiting: list[Push] = field(default_factory=list)  # encoded, until those before them in the order have come
+    shares: list[Share] = field(default_factory=list)  # what has been added, to be handed on
+    joined: set[str] = field(default_factory=set)  # since it opened: they may have forgotten what they pushed
 
 
 class _Asked(Selector):
@@ -134,6 +139,7 @@ class GlobalServer:
         self._memory: dict[str, Tensor] = {}
         self._rounds: dict[int, _Round] = {}
         self._room: Tensor | None = None  # where the next round may add up
+        self._owes = False  # whether answers have held something back
         self._round = 0  # the last closed one
         self._log: AnswerLog = MemoryLog(4 * base.layout.numel) if log is None else log
         self._samples: int | None = None
@@ -263,7 +269,10 @@ class GlobalServer:
         current.waiting.sort(key=lambda push: push.site)
         while current.waiting and all(current.waiting[0].site < name for name in missing):
             push = current.waiting.pop(0)
-            current.pushes.add(push.site, self._compensated(push), self._weight(push))
+            weight, parts = self._weight(push), self._compensated(push)
+            current.pushes.add(push.site, parts, weight)
+            if self._relays:
+                current.shares.append(Share(push.site, push.round, weight, parts))
             current.rate = push.rate if push.rate is not None else current.rate
 
     def _open(self, number: int, sender: str, now: float, out: Outbox) -> None:
@@ -321,9 +330,13 @@ class GlobalServer:
             current.pushes.weight = float(awaited)  # one of so many: a push moves the base by its share
         touched = current.pushes.stretches()
         moved = self._plan.aggregator.close(current.pushes, self._memory)
-        parts = self._encode(moved, touched, number)
+        whole = self._relays and len(current.shares) == len(current.all)  # else some came when there were others
+        shares = tuple(current.shares) if whole and touched else ()
+        parts = () if shares else self._encode(moved, touched, number)
         self._room = current.pushes.total
-        decision = self.planner.decide([m.name for m in self.members.awaited]) if self.planner is not None else None
+        decision = None
+        if self.planner is not None:
+            decision = self.planner.decide([m.name for m in self.members.awaited], relayed=whole)
         answer = Answer(
             self.base.version + 1,
             number,
@@ -332,24 +345,29 @@ class GlobalServer:
             dict(current.taken),
             current.rate,
             decision.pace if decision is not None else None,
+            shares,
         )
+        listening = [m.name for m in self.members.listening]
+        told = {n: answer.without(n) if shares and n not in current.joined else answer for n in listening}
         if self.planner is not None:
-            down = nbytes(answer)
             self._held |= {
-                (site, current.taken[site]): (now - came, size + down) for site, (came, size) in current.came.items()
+                (site, current.taken[site]): (now - came, size + nbytes(told.get(site, answer)))
+                for site, (came, size) in current.came.items()
             }
             while len(self._held) > 4 * len(self.members.by_name):
                 del self._held[next(iter(self._held))]
-        self.base.apply(answer)
+        self.base.apply(answer, moved)
         self._keep_base()
         self._round = number
         self._lasted.append(now - current.opened)
         for name, taken in current.taken.items():
             self.members.by_name[name].taken = taken
         self._log.append(answer)
-        out.messages += [(member.name, answer) for member in self.members.listening]
+        out.messages += told.items()
+        down = max((nbytes(one) for one in told.values()), default=0)
+        digest = self.base.digest()
         out.closed.append(
-            Closed(answer, sorted(current.senders), current.all, current.up_bytes, self.base.digest(), decision)
+            Closed(answer, sorted(current.senders), current.all, current.up_bytes, down, digest, decision)
         )
 
     def _encode(self, moved: Tensor, touched: list[Stretch], count: int) -> tuple[Part, ...]:
@@ -361,6 +379,7 @@ class GlobalServer:
             )
         if not touched:
             return ()
+        self._owes = self._owes or not isinstance(self.down, Fp32)
         selector = self._plan.down_selector
         if not selector.needs_pending:
             selector = _Asked(touched if self._plan.per_tensor else _flat(touched))
@@ -368,6 +387,12 @@ class GlobalServer:
             moved, selector, self.base.vector, step=self.base.step, count=count,
             codec=self.down if self.planner is not None else None,
         )  # fmt: skip
+
+    @property
+    def _relays(self) -> bool:
+        """Whether pushes are handed on: few sites, something to lose by encoding again, nothing held back before."""
+        few = len(self.members.by_name) <= self._plan.relay
+        return few and not self._owes and not isinstance(self.down, Fp32)
 
     @property
     def down(self) -> Codec:
@@ -382,6 +407,8 @@ class GlobalServer:
                 f"{join.site!r} has base version {join.version}, the server only {self.base.version}: "
                 "the server was restored from an older checkpoint; restore the sites from the same one"
             )
+        for opened in self._rounds.values():
+            opened.joined.add(join.site)
         self._welcome(self.members.join(join.site), join.version, out, join.first_base)
 
     def _welcome(self, member: Member, version: int, out: Outbox, first_base: str | None = None) -> None:
@@ -434,6 +461,7 @@ class GlobalServer:
         own = {k.removeprefix("base."): v for k, v in state.items() if k.startswith("base.")}
         self.base.restore(own, version, step)
         self._out.load({k.removeprefix("out."): v for k, v in state.items() if k.startswith("out.")})
+        self._owes = bool(self._out.held.any())
         self._memory = {k.removeprefix("outer."): v.clone() for k, v in state.items() if k.startswith("outer.")}
         if self._guard is not None:
             self._guard.load({k.removeprefix("guard."): v for k, v in state.items() if k.startswith("guard.")})

@@ -1,9 +1,9 @@
 """Messages between sites and the global server as bytes, read as if a stranger had sent them.
 
-    ┌─────────────┬─────────────┬──────────┬─────────────┬─────────────────┬─────────┬─────────┬─────────────┐
-    │ header (32) │ site's name │ rate (8) │ sites taken │ starts + frames │ answers │ encoded │ safetensors │
-    └─────────────┴─────────────┴──────────┴─────────────┴─────────────────┴─────────┴─────────┴─────────────┘
-      all           push, join,   push,      answer        push, answer      welcome   welcome   welcome
+    ┌─────────────┬─────────────┬──────────┬─────────────┬─────────────────┬────────┬─────────┬─────────┬─────────────┐
+    │ header (32) │ site's name │ rate (8) │ sites taken │ starts + frames │ shares │ answers │ encoded │ safetensors │
+    └─────────────┴─────────────┴──────────┴─────────────┴─────────────────┴────────┴─────────┴─────────┴─────────────┘
+      all           push, join,   push,      answer        push, answer      answer   welcome   welcome   welcome
                     leave         answer
 
 `docs/wire-format.md` gives every field and the order of the checks. The length is that of
@@ -60,6 +60,7 @@ from weightgrad.wan.messages import (
     Plant,
     Push,
     Restarted,
+    Share,
     Welcome,
 )
 from weightgrad.wan.pace import Pace, Report
@@ -69,6 +70,7 @@ _REPORT = struct.Struct("<dIdd")
 _PACE = struct.Struct("<IIB")
 _START = struct.Struct("<Q")
 _TAKEN = struct.Struct("<IB3s")  # round, name_len, reserved
+_SHARE = struct.Struct("<IIdBB2s")  # round, parts, weight, name_len, left out, reserved
 _LEAST_TAKEN_BYTES = _TAKEN.size + 1
 _LEAST_PART_BYTES = START_BYTES + 32
 
@@ -114,11 +116,11 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
         case Call():
             return [_head(Call, message.round)]
         case Answer():
-            clock = (message.version, message.round, message.step, len(message.taken))
+            clock = (message.version, message.round, message.step, len(message.taken), len(message.shares))
             flags = RATE * (message.rate is not None) | PACE * (message.pace is not None)
             head = _head(Answer, *clock, size=len(message.parts), flags=flags)
             told = [_rate_bytes(message.rate), _pace_bytes(message.pace), _taken_bytes(message.taken)]
-            return [head, *told, *_part_buffers(message.parts)]
+            return [head, *told, *_part_buffers(message.parts), *_share_buffers(message.shares)]
         case Join():
             asks = FIRST_BASE * (message.first_base is not None)
             head = _head(Join, message.version + 1, flags=asks, site=message.site)
@@ -184,6 +186,18 @@ def _part_buffers(parts: Sequence[Part]) -> list[bytes | memoryview]:
     return found
 
 
+def _share_buffers(shares: Sequence[Share]) -> list[bytes | memoryview]:
+    found: list[bytes | memoryview] = []
+    last = ("", 0)
+    for share in shares:
+        last = _check_share(share.site, share.round, share.weight, last)
+        message_header.check_number(f"Share of {share.site!r}: round", share.round)
+        name, own = message_header.name_bytes(share.site), share.parts is None
+        found.append(_SHARE.pack(share.round, len(share.parts or ()), share.weight, len(name), own, bytes(2)) + name)
+        found += _part_buffers(share.parts or ())
+    return found
+
+
 def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits = _DEFAULT_LIMITS) -> Message:
     """The message in `data`, which is exactly one. Its tensors are copies and share nothing with `data`.
 
@@ -240,9 +254,25 @@ class _Reader:
         return Push(site, round_, after, step, seen, samples, parts, final, rate, report)
 
     def _answer(self, head: Header) -> Answer:
-        version, round_, step, sites = head.numbers
+        version, round_, step, sites, shares = head.numbers
         rate, pace, taken = self._rate(head), self._pace(head), self._taken(sites)
-        return Answer(version, round_, step, self._parts(head.size), taken, rate, pace)
+        return Answer(version, round_, step, self._parts(head.size), taken, rate, pace, self._shares(shares))
+
+    def _shares(self, count: int) -> tuple[Share, ...]:
+        self._claim("shares", count, self._limits.max_sites, _SHARE.size + 1)
+        found: list[Share] = []
+        last = ("", 0)
+        for _ in range(count):
+            round_, size, weight, name_bytes, own, reserved = _SHARE.unpack(self._take(_SHARE.size, "share"))
+            if own > 1 or any(reserved) or (own and size):
+                raise ReservedError(
+                    f"a share left out: {own}, of {size} parts, then {reserved.hex(' ')}; wanted 0 or 1, none where it "
+                    "is left out, and zeros; its writer is wrong"
+                )
+            site = self._name(name_bytes)
+            last = _check_share(site, round_, weight, last)
+            found.append(Share(site, round_, weight, None if own else self._parts(size)))
+        return tuple(found)
 
     def _welcome(self, head: Header) -> Welcome:
         version, round_, step, taken, pushed = head.numbers
@@ -357,6 +387,14 @@ def _checked_rate(rate: float) -> float:
     if not 0 <= rate < math.inf:
         raise ProtocolError(f"a learning rate of {rate}; it must be finite and not negative; its sender is wrong")
     return rate
+
+
+def _check_share(site: str, round_: int, weight: float, last: tuple[str, int]) -> tuple[str, int]:
+    if not 0 <= weight < math.inf:
+        raise ProtocolError(f"{site!r}'s push weighs {weight}; it must be finite and not negative; its sender is wrong")
+    if (site, round_) <= last:
+        raise ProtocolError(f"the push {round_} of {site!r} after {last[1]} of {last[0]!r}; shares are sorted")
+    return site, round_
 
 
 def _check_order(start: int, free: int) -> None:

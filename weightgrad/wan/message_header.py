@@ -41,7 +41,7 @@ class _Kind(NamedTuple):
 _KINDS: dict[type[Message], _Kind] = {
     Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE | REPORT, counts=True),
     Call: _Kind(2, ("round",)),
-    Answer: _Kind(3, ("version", "round", "step", "len(taken)"), flags=RATE | PACE, counts=True),
+    Answer: _Kind(3, ("version", "round", "step", "len(taken)", "len(shares)"), flags=RATE | PACE, counts=True),
     Join: _Kind(4, ("version + 1",), named=True, flags=FIRST_BASE),
     Welcome: _Kind(5, ("version", "round", "step", "taken", "pushed"), flags=SNAPSHOT | PACE | ENCODED, counts=True),
     Restarted: _Kind(6),

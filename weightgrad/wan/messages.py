@@ -7,7 +7,7 @@ and for each part where it starts (8 bytes) and its frame. Parts say by themselv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from torch import Tensor
@@ -23,6 +23,7 @@ HEADER_BYTES = 32
 START_BYTES = 8
 LENGTH_BYTES = 1
 RATE_BYTES = 8
+SHARE_BYTES = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +67,22 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
+class Share:
+    """One push in an answer that hands them on as they came. No parts, None: the reader's own, which it has."""
+
+    site: str
+    round: int
+    weight: float
+    parts: tuple[Part, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
 class Answer:
-    """Server to every site: move the base by this. `taken` names the pushes that are in it."""
+    """Server to every site: move the base by this. `taken` names the pushes that are in it.
+
+    Either the server has put the pushes together and encoded the result (`parts`), or they go on as they came and
+    every replica takes their weighted mean itself (`shares`).
+    """
 
     version: int
     round: int
@@ -76,6 +91,17 @@ class Answer:
     taken: Mapping[str, int] = field(default_factory=dict)
     rate: float | None = None  # to step with; None: every replica knows it
     pace: Pace | None = None  # from here on; None: as before
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        """Everything encoded that is in it."""
+        return (*self.parts, *(part for share in self.shares for part in share.parts or ()))
+
+    def without(self, site: str) -> Answer:
+        """For a site that still has its own pushes."""
+        own = tuple(replace(s, parts=None) if s.site == site and s.parts else s for s in self.shares)
+        return replace(self, shares=own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +190,7 @@ def nbytes(message: Message) -> int:
         size += 0 if message.pace is None else message.pace.nbytes
     if isinstance(message, Answer):
         size += sum(START_BYTES + len(site.encode()) for site in message.taken)
+        size += sum(SHARE_BYTES + len(share.site.encode()) + parts_bytes(share.parts or ()) for share in message.shares)
     if isinstance(message, Join):
         size += 0 if message.first_base is None else LENGTH_BYTES + len(message.first_base)
     if isinstance(message, Plant):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, ClassVar
 
@@ -56,11 +56,12 @@ class Decision:
     pace: Pace
     down: str
     why: str
+    relayed: bool = False  # answers are the pushes, handed on: the codec of answers rests
 
     def words(self) -> dict[str, Any]:
         """For a ledger."""
-        pace = self.pace
-        return {"every": pace.every, "overlap": pace.overlap, "up": pace.up, "down": self.down, "why": self.why}
+        pace, down = self.pace, "the others' pushes" if self.relayed else self.down
+        return {"every": pace.every, "overlap": pace.overlap, "up": pace.up, "down": down, "why": self.why}
 
 
 @part("planner", "fixed")
@@ -176,6 +177,7 @@ class Planner:
     steps: dict[str, float] = field(default_factory=dict)
     links: dict[str, LinkFit] = field(default_factory=dict)
     looked: int = 0
+    others: int | None = None  # whose pushes an answer hands on; None: it has been put together and encoded
 
     def __post_init__(self) -> None:
         self.now = self.auto.first()
@@ -187,13 +189,14 @@ class Planner:
         if network_seconds is not None:
             self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0), report.trip_seconds)
 
-    def decide(self, present: list[str]) -> Decision | None:
-        """A new pace for these sites, or None to go on as it is. Called as each round closes."""
+    def decide(self, present: list[str], *, relayed: bool = False) -> Decision | None:
+        """A new pace for these sites, or None to go on as it is. Called as each round closes, with how it did."""
+        self.others = max(0, len(present) - 1) if relayed else None
         known = [name for name in present if name in self.steps and name in self.links]
         if not present or len(known) < len(present):
             return self._look()
         found = self._best(known)
-        if found.pace == self.now.pace and found.down == self.now.down:
+        if replace(found, why=self.now.why) == self.now:
             return None
         self.now = found
         return found
@@ -205,7 +208,7 @@ class Planner:
             return None
         usual, down = self.auto.density, self.auto.down(self.auto.density)
         pace = Pace(2, 2, self.auto.codec(usual))
-        self.now = Decision(pace, self.auto.codec(down), "a second look, at the usual size")
+        self.now = Decision(pace, self.auto.codec(down), "a second look, at the usual size", self.others is not None)
         return self.now
 
     def _best(self, sites: list[str]) -> Decision:
@@ -266,10 +269,13 @@ class Planner:
         pace, codec, down = self.now.pace, self.auto.codec(density), self.auto.codec(self.auto.down(density))
         if (pace.every, pace.up) == (every, codec) and overlap <= pace.overlap <= overlap + 1:
             overlap = pace.overlap  # one step more or less is noise
-        return Decision(Pace(every, overlap, codec), down, why)
+        return Decision(Pace(every, overlap, codec), down, why, self.others is not None and density < 1)
 
     def _nbytes(self, density: float) -> float:
-        return self.numel * (sparse_bits(density) + sparse_bits(self.auto.down(density))) / 8
+        up = sparse_bits(density)
+        handed_on = self.others is not None and density < 1
+        down = (self.others or 0) * up if handed_on else sparse_bits(self.auto.down(density))
+        return self.numel * (up + down) / 8
 
     def _busy(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
         """Seconds in which the slowest link is full."""
@@ -285,6 +291,7 @@ class Planner:
         found = {
             "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
             "looked": torch.tensor(self.looked),
+            "relayed": torch.tensor(self.now.relayed),
         }
         for name, seconds in self.steps.items():
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
@@ -296,7 +303,7 @@ class Planner:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Become what `state` was of."""
         every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
-        self.now = Decision(Pace(int(every), int(overlap), up), down, why)
+        self.now = Decision(Pace(int(every), int(overlap), up), down, why, bool(state["relayed"]))
         self.looked = int(state["looked"])
         own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
         self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}

@@ -15,7 +15,7 @@ base beside; until that has come its own base is not `exact`, the one exception 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -180,6 +180,7 @@ class SiteEnd:
                 if self.step < due + self.overlap:
                     break  # not yet: the same step whatever the link was like
             del self._inbox[answer.version]
+            answer = self._with_own(answer)
             self._apply(answer)
             applied.append(answer)
         if self._present is not None and self._pushed >= self._again_until:
@@ -355,8 +356,11 @@ class SiteEnd:
             for flight in self._flights:
                 if flight.push.round == message.taken.get(self.name):
                     self.stopwatch.answered(flight.push.round, now - flight.sent_at)
-            if message.version > self.base.version:
-                self._inbox[message.version] = message
+            if message.version <= self.base.version:
+                return []
+            if self._lacks(message):  # it has forgotten a push that the server thinks it has
+                return self.join() if self._joined else []
+            self._inbox[message.version] = message
             return []
         if isinstance(message, Call):
             self._called = max(self._called, message.round)
@@ -366,6 +370,21 @@ class SiteEnd:
         if isinstance(message, Welcome):
             return self._welcomed(message, now)
         raise ProtocolError(f"site {self.name!r} was sent {type(message).__name__}, which only the server receives")
+
+    def _lacks(self, answer: Answer) -> bool:
+        """Whether its own push is left out that is neither in flight nor about to be made again."""
+        left_out = {share.round for share in answer.shares if share.parts is None}
+        again = range(self._pushed + 1, self._again_until + 1)
+        return not left_out <= {f.push.round for f in self._flights}.union(again)
+
+    def _with_own(self, answer: Answer) -> Answer:
+        """The answer with its own pushes in their places, where they were left out."""
+        own = {flight.push.round: flight.push.parts for flight in self._flights}
+        shares = [
+            replace(share, parts=own.get(share.round)) if share.parts is None and share.site == self.name else share
+            for share in answer.shares
+        ]
+        return replace(answer, shares=tuple(shares))
 
     def _welcomed(self, welcome: Welcome, now: float) -> list[Message]:
         been_in, self._joined = self._joined, True

@@ -70,6 +70,7 @@ class Strategy:
     overlap: int = 0  # steps a site goes on while a round is on its way
     hide: int = 0  # overlap is as many steps as the slowest link needs for a round, at most this; 0: as said
     resume: str = "base"
+    relay: int = 0  # with so many sites or fewer an answer is the pushes as they came, less the receiver's own
     planner: str = "fixed"  # or "auto(...)": the server sets trigger, overlap and both codecs from what is measured
     flush: str = "fp32"  # codec of what is pending at the end; "none" leaves it
     judge: str = "base"  # or "quantized": which weights the accuracy is of
@@ -102,6 +103,7 @@ class Strategy:
             raise StrategyError(f"optimizer = {self.optimizer!r}; it is a table of options, such as {{momentum: 0.0}}")
         parts.check("strategy", "overlap", self.overlap, 0, 10**6, whole=True)
         parts.check("strategy", "hide", self.hide, 0, 10**6, whole=True)
+        parts.check("strategy", "relay", self.relay, 0, 10**3, whole=True)
         parts.check("strategy", "correction", self.correction, 0, 0.9999)
         if self.serial_scale is not None:
             parts.check("strategy", "serial_scale", self.serial_scale, 1e-9, 1e6)
@@ -118,6 +120,7 @@ class Strategy:
                 ("resume", "base"),
                 ("overlap", 0),
                 ("hide", 0),
+                ("relay", 0),
             ):
                 if getattr(self, name) != plain:
                     raise StrategyError(f"{name} = {getattr(self, name)!r} needs shares = 'updates', not 'gradients'")
@@ -136,6 +139,7 @@ class Strategy:
             )
         if self.judge == "quantized" and self.weights == "fp32":
             raise StrategyError("judge = 'quantized', but the weights are fp32")
+        self._fit_relay()
         self._fit_selectors()
         if self.auto is not None and (self.shares != "updates" or self.consistency != "sync"):
             raise StrategyError(f"planner {self.planner!r} needs shares = 'updates' and consistency = 'sync'")
@@ -145,6 +149,17 @@ class Strategy:
             raise StrategyError(
                 f"aggregator {self.aggregator!r} compares the pushes of a round, but with {self.consistency!r} each "
                 "is a round of its own; take mean, sum or outer"
+            )
+
+    def _fit_relay(self) -> None:
+        """Sites take the mean of whole pushes themselves, each entry once: nothing else is made of them on the way."""
+        alone = parts.parse("consistency", self.consistency).alone
+        plain = self.aggregator == "mean" and self.down_selector == "all" and not self.resume.startswith("mix")
+        if self.relay and (alone or not plain):
+            raise StrategyError(
+                f"relay = {self.relay} needs aggregator = 'mean', down_selector = 'all', rounds of all sites and a "
+                f"resume other than mix; here they are {self.aggregator!r}, {self.down_selector!r}, "
+                f"{self.consistency!r} and {self.resume!r}"
             )
 
     def _fit_selectors(self) -> None:
@@ -241,6 +256,7 @@ class Strategy:
             t_global=_AUTO_SECONDS if isinstance(self.t_global, str) else self.t_global,
             adapts=self.t_global == "auto",
             auto=self.auto,
+            relay=self.relay,
         )
 
     def optimizer_with(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,6 +411,7 @@ TABLE = _table(
         up="ef(topk(0.01) > sign())",
         down="ef(topk(0.02) > sign())",
         resume="base_and_pending(0.25)",
+        relay=3,
         flush="none",
     ),
 )
