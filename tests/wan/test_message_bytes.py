@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import struct
@@ -24,7 +25,7 @@ from weightgrad import codecs, errors, wire
 from weightgrad.codecs import Payload
 from weightgrad.wan import encoded_snapshot
 from weightgrad.wan.message_bytes import MessageLimits, pack, to_buffers, unpack
-from weightgrad.wan.messages import Answer, Call, Join, Leave, Message, Part, Push, Restarted, Welcome, nbytes
+from weightgrad.wan.messages import Answer, Call, Join, Leave, Message, Part, Push, Restarted, Share, Welcome, nbytes
 from weightgrad.wan.pace import Pace, Report
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire-format.md"
@@ -92,7 +93,11 @@ reports = st.none() | st.builds(Report, seconds, numbers, seconds)
 specs = st.sampled_from(["fp32", "ef(topk(0.01) > sign())", "qsgd(bits=4)"])
 paces = st.none() | st.builds(Pace, st.integers(1, 2**32 - 1), numbers, specs)
 pushes = st.builds(Push, names, numbers, numbers, numbers, numbers, numbers, parts(), st.booleans(), rates, reports)
-answers = st.builds(Answer, numbers, numbers, numbers, parts(), taken, rates, paces)
+weights = st.floats(0, 1e300)
+shares = st.dictionaries(st.tuples(names, numbers), st.tuples(weights, st.none() | parts()), max_size=3).map(
+    lambda found: tuple(Share(*place, *found[place]) for place in sorted(found))
+)
+answers = st.builds(Answer, numbers, numbers, numbers, parts(), taken, rates, paces, shares)
 tensor_dictionaries = st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=12), tensors(), max_size=5)
 snapshots = st.none() | tensor_dictionaries
 tensor_names = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -325,6 +330,18 @@ def test_parts_out_of_order_are_not_written() -> None:
             pack(Answer(1, 1, 1, tuple(part(place) for place in places)))
 
 
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_share_of_such_a_weight_is_not_written(weight: float) -> None:
+    with pytest.raises(errors.ProtocolError, match="weighs"):
+        pack(Answer(1, 1, 1, (), shares=(Share("iowa", 1, weight, ()),)))
+
+
+def test_shares_out_of_order_are_not_written() -> None:
+    for places in [("ohio", "iowa"), ("iowa", "iowa")]:
+        with pytest.raises(errors.ProtocolError, match="sorted"):
+            pack(Answer(1, 1, 1, (), shares=tuple(Share(place, 1, 1.0, ()) for place in places)))
+
+
 def test_a_part_too_far_out_is_not_written() -> None:
     with pytest.raises(errors.RangeError):
         pack(Answer(1, 1, 1, (part(2**63),)))
@@ -344,6 +361,9 @@ def test_a_rate_that_makes_no_sense(rate: float) -> None:
 
 PUSH = pack(GOLDEN)
 ANSWER = pack(Answer(1, 1, 1, (), {"iowa": 1, "ohio": 2}))
+# Round at 32, count at 36, weight at 40, length of the name at 48, left out at 49, two zeros, the name at 52; then the
+# second share from 56 on, with a part of 56 bytes at its end.
+SHARED = pack(Answer(1, 1, 1, (), shares=(Share("iowa", 1, 1.0, None), Share("ohio", 2, 1.0, (part(0),)))))
 PACED = pack(Answer(1, 1, 1, (), pace=Pace(8, 2, "fp32")))
 REPORTED = pack(Push("ohio", 1, 0, 1, 0, 8, report=Report(0.5, 3, 1.5)))
 WELCOME = pack(Welcome(1, 1, 1, 1, (Answer(1, 1, 1, ()),)))
@@ -397,6 +417,17 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "sites that are not sorted": (changed(ANSWER, 40, b"ohip"), errors.ProtocolError),
     "a site twice": (changed(ANSWER, 40, b"ohio"), errors.ProtocolError),
     "a reserved byte of a site": (changed(ANSWER, 37, b"\x01"), errors.ReservedError),
+    "too many shares": (changed(SHARED, 24, u32(5)), errors.SizeLimitError),
+    "more shares than bytes": (changed(SHARED, 24, u32(4)), errors.TruncatedError),
+    "a share cut off": (SHARED[:60], errors.TruncatedError),
+    "a share of parts that is left out": (changed(SHARED, 36, u32(1)), errors.ReservedError),
+    "a share left out twice": (changed(SHARED, 49, b"\x02"), errors.ReservedError),
+    "a reserved byte of a share": (changed(SHARED, 50, b"\x01"), errors.ReservedError),
+    "a share of no weight": (changed(SHARED, 40, struct.pack("<d", math.nan)), errors.ProtocolError),
+    "a share that lifts": (changed(SHARED, 40, struct.pack("<d", -1.0)), errors.ProtocolError),
+    "shares that are not sorted": (changed(SHARED, 52, b"ohip"), errors.ProtocolError),
+    "a share twice": (changed(changed(SHARED, 52, b"ohio"), 32, u32(2)), errors.ProtocolError),
+    "a part of a share beyond the vector": (changed(SHARED, 80, struct.pack("<Q", 1023)), errors.SizeLimitError),
     "too many answers": (changed(WELCOME, 28, u32(9)), errors.SizeLimitError),
     "more answers than bytes": (changed(WELCOME, 28, u32(2)), errors.TruncatedError),
     "a call inside a welcome": (WELCOME[:32] + pack(Call(1)), errors.ProtocolError),
@@ -479,6 +510,7 @@ def test_a_claim_costs_nothing() -> None:
     claims = [
         changed(PUSH, 28, u32(2**16)),
         changed(ANSWER, 20, u32(2**12)),
+        changed(SHARED, 24, u32(2**12)),
         changed(WELCOME, 28, u32(2**16)),
         changed(PUSH, 44 + 16, struct.pack("<Q", 2**31)),
         changed(ENCODED, 32, u32(2**16)),
@@ -508,6 +540,7 @@ def seeds() -> list[bytes]:
         GOLDEN,
         Push("ohio", 1, 0, 1, 0, 8, mixed, True, 0.5),
         answer,
+        Answer(2, 2, 2, (), {"iowa": 1}, shares=(Share("iowa", 1, 1.0, None), Share("ohio", 2, 0.5, mixed[:2]))),
         Welcome(2, 3, 2, 1, (Answer(1, 1, 1, ()), answer)),
         Welcome(2, 3, 2, 1, (), named),
         Welcome(2, 3, 2, 1, (answer,), {"base": torch.randn(3)}),
@@ -583,7 +616,7 @@ def use(message: Message) -> None:
     """What a receiver does with it: decode every part."""
     answers = message.answers if isinstance(message, Welcome) else (message,)
     for answer in answers:
-        for one in answer.parts if isinstance(answer, Push | Answer) else ():
+        for one in answer.moves if isinstance(answer, Answer) else answer.parts if isinstance(answer, Push) else ():
             one.into(torch.zeros(LIMITS.max_elements), 1)
     if isinstance(message, Welcome) and message.snapshot is not None:
         encoded_snapshot.whole(message.snapshot, message.encoded, LIMITS.max_elements)

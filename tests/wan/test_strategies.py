@@ -81,6 +81,7 @@ def test_an_unknown_part_is_named_with_what_there_is() -> None:
         ({"judge": "test"}, ["judge", "quantized"]),
         ({"overlap": -1}, ["overlap", "whole number"]),
         ({"overlap": "two"}, ["overlap", "whole number"]),
+        ({"relay": -1}, ["relay", "whole number"]),
         ({"t": "soon"}, ["t =", "number"]),
         ({"t_global": -1}, ["t_global", "number"]),
         ({"keep_loss": "no"}, ["keep_loss", "true or false"]),
@@ -114,6 +115,10 @@ def test_a_bad_change_names_the_key_and_what_is_allowed(changes: dict[str, Any],
         ("streaming", {"trigger": "staggered(24, 2)"}, "staggered(steps, 4)"),
         ("diloco", {"aggregator": "median", "consistency": "async_()"}, "mean, sum or outer"),
         ("sparseloco", {"consistency": "async_()"}, "mean, sum or outer"),
+        ("baseline", {"relay": 2}, "updates"),
+        ("diloco", {"relay": 2}, "aggregator = 'mean'"),
+        ("auto", {"resume": "mix(0.5)"}, "a resume other than mix"),
+        ("auto", {"down_selector": "largest(0.1)"}, "down_selector = 'all'"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
