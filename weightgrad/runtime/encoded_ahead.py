@@ -86,6 +86,11 @@ class EncodedAhead:
             for place, parameter in enumerate(parameters)
         ]
 
+    @property
+    def share(self) -> float:
+        """How much of what steps have asked for was encoded ahead."""
+        return self.used / max(1, self.asked)
+
     def _expect(self, passes: list[int], step: int) -> None:
         """The coming step, with so many passes over each parameter."""
         self._step, self._passes = step, passes

@@ -378,7 +378,7 @@ class Site:
             up_bytes=self._wan.up_bytes,
             down_bytes=self._wan.down_bytes,
             lan_bytes=self.lan.sent_bytes,
-            encoded_ahead=self._crew.ahead.used / max(1, self._crew.ahead.asked) if self._crew.ahead else 0.0,
+            encoded_ahead=self._crew.ahead.share if self._crew.ahead is not None else 0.0,
             socket_bytes=self._wan.socket_bytes(),
         )
         self.ledger.close()
