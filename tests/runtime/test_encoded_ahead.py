@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.nn import functional
 from weightgrad import codecs, wire
 from weightgrad.codecs import Payload
 from weightgrad.errors import NonFiniteError
-from weightgrad.runtime import encoded_ahead
 from weightgrad.runtime.bridge import Bridge
 from weightgrad.runtime.crew import Crew
 from weightgrad.runtime.encoded_ahead import EncodedAhead
@@ -177,20 +177,19 @@ def test_what_was_changed_before_it_was_read_is_ahead() -> None:
 
 
 def test_what_is_changed_between_copy_and_hash_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, real = Rank(), encoded_ahead._hash
+    rank, real, calls = Rank(), np.copyto, []
     rank.warm()
 
-    def late(tensor: Tensor) -> int:
-        monkeypatch.setattr(encoded_ahead, "_hash", real)
-        for parameter in rank.bridge.parameters:
-            if parameter.grad is not None:
-                parameter.grad.data.mul_(2)
-        return real(tensor)
+    def late(target: np.ndarray, source: np.ndarray) -> None:
+        real(target, source)
+        calls.append(len(target))
+        source *= 1.0 + len(calls)
 
-    monkeypatch.setattr(encoded_ahead, "_hash", late)
+    monkeypatch.setattr(np, "copyto", late)
     rank.backward()
     rank.settle()
-    assert rank.step(1) < rank.count
+    assert len(calls) == len(rank.bridge.parameters)
+    assert rank.step(1) == 0
 
 
 def test_clipping_that_clips_nothing_changes_nothing() -> None:
@@ -299,22 +298,33 @@ def test_models_can_still_be_copied_and_saved() -> None:
 class OneOfTwo(Lan):
     """Rank 0 of a site of two whose other rank has the same gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: bool = True) -> None:
         super().__init__()
-        self.size = 2
+        self.size, self.idle = 2, idle
+
+    @property
+    def idle_core(self) -> bool:
+        return self.idle
 
     def deal(self, blobs: list[Tensor]) -> list[Tensor]:
         return blobs
 
 
-def crew_of(row: str, *, model: nn.Module | None = None, clip_norm: float | None = None, **changes: str) -> Crew:
+def crew_of(
+    row: str,
+    *,
+    model: nn.Module | None = None,
+    clip_norm: float | None = None,
+    idle: bool = True,
+    **changes: str | float,
+) -> Crew:
     bridge = Bridge(model or Model())
     weights = torch.zeros(bridge.layout.numel)
     bridge.read_weights(weights)
     bridge.write_weights(weights)
     optimizer = torch.optim.SGD(bridge.parameters, lr=0.1)
     strategy = strategies.find(row, changes)
-    return Crew(bridge, optimizer, weights, strategy, OneOfTwo(), KEY, clip_norm=clip_norm)
+    return Crew(bridge, optimizer, weights, strategy, OneOfTwo(idle), KEY, clip_norm=clip_norm)
 
 
 @pytest.mark.parametrize("row", ["qsgd", "terngrad", "weightgrad", "weightgrad-serial", "weightgrad-paper", "auto"])
@@ -330,8 +340,23 @@ def test_whatever_remembers_is_left_alone() -> None:
     assert crew_of("auto", gradients="ef(qsgd(bits=4))").ahead is None
     assert crew_of("qsgd", gradients="onebit()").ahead is None
     assert crew_of("qsgd", clip_norm=1.0).ahead is None
-    assert crew_of("qsgd", correction=0.9).ahead is None  # type: ignore[arg-type]
+    assert crew_of("qsgd", correction=0.9).ahead is None
     assert crew_of("qsgd", model=Model().to(torch.bfloat16)).ahead is None
+
+
+@pytest.mark.parametrize(("cores", "threads", "idle"), [(2, 1, False), (3, 1, False), (4, 1, True), (8, 4, False)])
+def test_without_an_idle_core_for_every_rank_it_is_not_tried(
+    cores: int, threads: int, idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    lan = Lan()
+    lan.size = 2
+    assert lan.idle_core == idle
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other one has a machine of its own
+    assert lan.idle_core
+    assert crew_of("qsgd", idle=False).ahead is None
 
 
 @pytest.mark.parametrize("row", ["qsgd", "weightgrad"])

@@ -70,7 +70,7 @@ class Crew:
             own = derive(key, 2, lan.rank)
             self._encoder = GradientEncoder(layout, codec, own, clip_norm=clip_norm, momentum=strategy.correction)
         pieces = self._ring or self._encoder
-        if pieces is not None and pieces.pure and bridge.plain:
+        if pieces is not None and pieces.pure and bridge.plain and lan.idle_core:
             self.ahead = EncodedAhead(bridge.parameters, layout, pieces, self._gradient)
 
     @property
