@@ -31,8 +31,8 @@ COLUMNS = [
     ("codec", "codec", "{}"),
     ("pieces", "pieces", "{:d}"),
     ("ahead %", "ahead", "{:.0f}"),
-    ("step: encode ms", "plain_encode", "{:.2f}"),
-    ("ahead: check and wait ms", "ahead_encode", "{:.2f}"),
+    ("encode in the step ms", "plain_encode", "{:.2f}"),
+    ("ahead: check ms", "ahead_encode", "{:.2f}"),
     ("in its thread ms", "beside", "{:.2f}"),
     ("backward ms", "plain_backward", "{:.1f}"),
     ("with hooks ms", "ahead_backward", "{:.1f}"),
@@ -109,7 +109,8 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
         "One process that is rank 0 of a site of two, one thread for torch; a step of a copy that encodes ahead and of "
         "one that does not, in turn. Medians of processor milliseconds, not of a clock's: of the thread that trains, "
         "of the thread that encodes, and of all together in backward and encoding. An idle core takes what is in the "
-        "second thread; without one, all together is what a step takes.",
+        "second thread; without one, all together is what a step takes. Not in it: how long a step waits for the "
+        "pieces of the layers that backward comes to last.",
         COLUMNS,
     )
     for subject in plan.subjects:

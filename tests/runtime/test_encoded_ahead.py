@@ -62,9 +62,9 @@ class Rank:
         self._plain, self.count = pieces[1], len(pieces[0].spans)
         self.ahead = EncodedAhead(self.bridge.parameters, layout, pieces[0], torch.zeros(layout.numel))
 
-    def backward(self, *, reach: bool = True) -> None:
+    def backward(self, *, reach: bool = True, scale: float = 1.0) -> None:
         x = torch.randn(8, 6, generator=self._draw)
-        functional.cross_entropy(self.model(x, reach), (x.sum(1) > 0).long()).backward()
+        (scale * functional.cross_entropy(self.model(x, reach), (x.sum(1) > 0).long())).backward()
 
     def expected(self, step: int) -> list[Payload]:
         """As every step did before there was anything ahead."""
@@ -283,6 +283,18 @@ def test_what_fails_in_the_thread_is_left_to_the_step() -> None:
     with pytest.raises(NonFiniteError, match="element 0 of"):
         rank.expected(1)
     assert rank.ahead.take(1) is None, "so the step does it all, and raises that"
+
+
+def test_steps_that_are_skipped_for_a_nan_are_no_reason_to_give_up() -> None:
+    rank = Rank()
+    rank.warm()
+    for first in (True, False, False):
+        rank.backward()
+        assert rank.step(1) == (rank.count if first else 0), "after a NaN the number is another than expected"
+        rank.backward(scale=float("nan"))
+        assert rank.ahead.take(2) is None
+        rank.bridge.drop_gradients()
+    assert not rank.ahead._closed
 
 
 def test_models_can_still_be_copied_and_saved() -> None:

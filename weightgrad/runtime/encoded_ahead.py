@@ -157,7 +157,9 @@ class EncodedAhead:
             payloads = {piece: one for piece, one in found.items() if one is not None and good}
             wait(self._copies.values())
             self._expect(self._seen, step + 1)
-        self._judge(len(work), len(payloads))
+        if good:
+            changed = False in unchanged.values() or any(job.cancelled() for job in work.values())
+            self._judge(changed, bool(payloads))
         if not payloads or (done := self._completed(payloads, step)) is None:
             return None
         self.used += len(payloads)
@@ -183,14 +185,16 @@ class EncodedAhead:
         gradient = self._parameters[place].grad
         if place not in self._copies:
             return gradient is None
-        return gradient is not None and self._copies[place].result() == xxhash.xxh3_64_intdigest(
-            _elements(gradient).data
-        )
+        if gradient is None:
+            return False
+        return self._copies[place].result() == xxhash.xxh3_64_intdigest(_elements(gradient).data)
 
-    def _judge(self, made: int, used: int) -> None:
+    def _judge(self, changed: bool, right: bool) -> None:
         """Those who always change their gradients should not pay for what is thrown away."""
-        if made:
-            self._misses = self._misses + 1 if used < made else 0
+        if changed:
+            self._misses += 1
+        elif right:
+            self._misses = 0
         if self._misses == _PATIENCE:
             log.info(
                 "gradients change between backward and optimizer.step(), as by clipping or unscaling: "
