@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import field_ahead
 import field_memory
 import field_overhead
 import field_recovery
@@ -35,6 +36,7 @@ PARTS: dict[str, Part] = {
     "overhead": lambda quick, say: field_overhead.measure(
         field_overhead.QUICK if quick else field_overhead.Plan(), say
     ),
+    "ahead": lambda quick, say: field_ahead.measure(field_ahead.QUICK if quick else field_ahead.Plan(), say),
     "recovery": lambda quick, say: field_recovery.measure(
         field_recovery.QUICK if quick else field_recovery.Plan(), say
     ),

@@ -23,6 +23,7 @@ from torch.nn import functional
 import weightgrad as wg
 from weightgrad import ledger
 from weightgrad.errors import SpecError, StrategyError
+from weightgrad.runtime.lan import Lan
 from weightgrad.train.launch import Processes, free_port
 
 STEPS, MIDDLE = 6, 4
@@ -245,6 +246,22 @@ class Larger(Loop):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
+class Ahead(Loop):
+    """Encodes beside backward, whether a core is idle or not."""
+
+    def build(self) -> nn.Sequential:
+        Lan.idle_core = property(lambda _: True)  # type: ignore[method-assign, assignment]
+        return super().build()
+
+
+class Behind(Loop):
+    """Encodes in the step."""
+
+    def build(self) -> nn.Sequential:
+        Lan.idle_core = property(lambda _: False)  # type: ignore[method-assign, assignment]
+        return super().build()
+
+
 class Other(Loop):
     """The same model, another strategy."""
 
@@ -276,7 +293,7 @@ class Closure(Cycled):
         self.optimizer.step(lambda: 0.0)
 
 
-KINDS = (Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Other, Stranger, Cycled, Closure)
+KINDS = (Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Ahead, Behind, Other, Stranger, Cycled, Closure)
 LOOPS = {kind.__name__.lower(): kind for kind in KINDS}
 
 
@@ -301,6 +318,9 @@ def worker() -> None:
         if step + 1 == MIDDLE:
             tensors |= {f"middle.{name}": buffer.clone() for name, buffer in model.named_buffers()}
     site.leave()
+    assert site._crew.ahead is not None or not isinstance(loop, Ahead)
+    if site._crew.ahead is not None:
+        print(f"ahead: {site._crew.ahead.used} of {site._crew.ahead.asked}")
 
     if isinstance(loop, Tied):
         assert model[0].weight is model[2].weight
@@ -379,6 +399,17 @@ def test_frozen_parameters_take_no_part(strategy: str, tmp_path: Path) -> None:
     for site in ("east", "west"):
         assert_same_bits(ended.left(site), {**frozen, **ended.base})
     assert not torch.equal(ended.base["2.weight"], first["2.weight"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "pieces"),
+    [("weightgrad", 4), ('diloco, every: 3, gradients: "qsgd(bits=8)"', 2)],
+    ids=["slots", "chunks"],
+)
+def test_what_is_encoded_beside_backward_has_the_same_bits(strategy: str, pieces: int, tmp_path: Path) -> None:
+    ahead, behind = (run(tmp_path / case, case, strategy, east=2) for case in ("ahead", "behind"))
+    assert ahead.log("east").count(f"ahead: {pieces * (STEPS - 1)} of {pieces * STEPS}") == 2
+    assert_same_bits(ahead.base, behind.base)
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:

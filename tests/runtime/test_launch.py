@@ -24,6 +24,9 @@ def test_the_final_base_is_the_simulators_bit_for_bit(strategy: str, tmp_path: P
     foretold = json.loads((tmp_path / "simulated" / "summary.json").read_text())
     assert summary["accuracy"] == foretold["accuracy"]
     assert seen[-1].rounds > 0
+    ends = [e for e in ledger.read(tmp_path / "launched" / "ledger.jsonl") if e["kind"] == "site"]
+    quantized = strategy in ("qsgd", "weightgrad")  # inside the site; all but the first step is ahead, with idle cores
+    assert {e["encoded_ahead"] for e in ends} < {0.0, 23 / 24 if quantized else 0.5}
     rounds = [[e for e in ledger.read(tmp_path / d / "ledger.jsonl") if e["kind"] == "round"] for d in DIRECTORIES]
     assert [e["base"] for e in rounds[0]] == [e["base"] for e in rounds[1]], "every version, not only the last"
 

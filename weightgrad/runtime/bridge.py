@@ -41,7 +41,7 @@ class Bridge:
         self.parameters = [parameter for _, parameter in named]
         self.layout = Layout.of_shapes((name, tuple(p.shape)) for name, p in named)
         self.partitioned = any(_in_parts(p) for p in self.parameters)
-        self._views = all(_plain(p) for p in self.parameters)
+        self.plain = all(_plain(p) for p in self.parameters)  # float32 on the CPU: they can be views of a vector
         self._seen: dict[int, tuple[Tensor, list[Tensor]]] = {}  # the last few vectors, and their views
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
@@ -64,7 +64,7 @@ class Bridge:
     def write_weights(self, flat: Tensor) -> None:
         """Flat vector to module. Where they can be, parameters are views of this very vector from now on."""
         for view, parameter in zip(self._views_of(flat), self.parameters, strict=True):
-            if self._views:
+            if self.plain:
                 if parameter.data_ptr() != view.data_ptr():
                     parameter.data = view
             else:
@@ -74,20 +74,13 @@ class Bridge:
     def read_gradient(self, out: Tensor) -> None:
         """The gradients that backward left; none is zero. No -0: as if they had been added to zeros."""
         for view, parameter in zip(self._views_of(out), self.parameters, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                found = _whole(parameter.grad)
-                if found.device == view.device and found.dtype == view.dtype:
-                    torch.add(found, 0.0, out=view)
-                else:
-                    view.copy_(found).add_(0.0)
+            read_one(parameter.grad, view)
 
     @torch.no_grad()
     def write_gradient(self, flat: Tensor) -> None:
         """Give every parameter its part as its gradient."""
         for view, parameter in zip(self._views_of(flat), self.parameters, strict=True):
-            if self._views:
+            if self.plain:
                 parameter.grad = view
             else:
                 if parameter.grad is None:
@@ -115,7 +108,7 @@ class StagedBridge(Bridge):
         sizes = [sum(math.prod(shape) for _, shape in stage) for stage in each]
         self._at = sum(sizes[: lan.rank])
         self.partitioned = True
-        self._views = False
+        self.plain = False
 
     def _part(self, flat: Tensor) -> Tensor:
         return flat[self._at : self._at + self._own.numel]
@@ -191,6 +184,18 @@ class UserMover:
                 elif tensor.dim() and isinstance(value, Tensor):
                     value = value.to(parameter.device)
                 self._optimizer.state[parameter][name] = value
+
+
+def read_one(gradient: Tensor | None, view: Tensor) -> None:
+    """One parameter's gradient into its part of the flat vector, as `Bridge.read_gradient` does."""
+    if gradient is None:
+        view.zero_()
+    elif gradient.data_ptr() != view.data_ptr():
+        found = _whole(gradient)
+        if found.device == view.device and found.dtype == view.dtype:
+            torch.add(found, 0.0, out=view)
+        else:
+            view.copy_(found).add_(0.0)
 
 
 def first_difference(mine: Layout, theirs: Sequence[tuple[str, Sequence[int]]]) -> str | None:

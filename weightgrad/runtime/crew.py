@@ -7,7 +7,7 @@ is the arithmetic of the simulator's site, step for step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from weightgrad import wire
 from weightgrad.codecs import Fp32, Payload
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime.bridge import Bridge, UserMover
+from weightgrad.runtime.encoded_ahead import EncodedAhead
 from weightgrad.runtime.lan import Lan
 from weightgrad.site.allreduce import QuantizedAllreduce
 from weightgrad.site.local_server import Combiner, LocalServer
@@ -45,6 +46,7 @@ class Crew:
         self.local: LocalServer | None = None
         self._ring: QuantizedAllreduce | None = None
         self._encoder: GradientEncoder | None = None
+        self.ahead: EncodedAhead | None = None
         layout, codec = bridge.layout, strategy.wan_codec("gradients")
         self._combiner = Combiner(layout)
         as_it_is = lan.size == 1 and clip_norm is None and not strategy.correction and strategy.combine == "mean"
@@ -67,6 +69,9 @@ class Crew:
         elif coded or clip_norm is not None or strategy.correction:
             own = derive(key, 2, lan.rank)
             self._encoder = GradientEncoder(layout, codec, own, clip_norm=clip_norm, momentum=strategy.correction)
+        pieces = self._ring or self._encoder
+        if pieces is not None and pieces.pure and bridge.plain and lan.idle_core:
+            self.ahead = EncodedAhead(bridge.parameters, layout, pieces, self._gradient)
 
     @property
     def inside(self) -> str | None:
@@ -83,7 +88,6 @@ class Crew:
         """The gradients that backward left move the weights; or, if gradients are shared, here is their mean."""
         if self._direct:
             return self._directly()
-        self._bridge.read_gradient(self._gradient)
         found = self._exchange(number)
         if self.local is not None:
             self.local.step(found, None)
@@ -106,15 +110,23 @@ class Crew:
         if self._ring is not None:
             return [self._by_ring(self._ring, number)]
         if self._encoder is not None:
-            blob = join(self._encoder.encode(self._gradient, number))
+            blob = join(self._encoded(self._encoder.encode, number))
             return [part(one) for one in self._lan.exchange(blob)]
+        self._bridge.read_gradient(self._gradient)
         if self._strategy.combine == "serial":
             blobs = self._lan.exchange(self._gradient.view(torch.uint8))
             return [blob.clone().view(torch.float32) for blob in blobs]
         return [self._lan.mean(self._gradient)]
 
+    def _encoded(self, encode: Callable[[Tensor, int], Sequence[Payload]], number: int) -> Sequence[Payload]:
+        found = self.ahead.take(number) if self.ahead is not None else None
+        if found is not None:
+            return found
+        self._bridge.read_gradient(self._gradient)
+        return encode(self._gradient, number)
+
     def _by_ring(self, ring: QuantizedAllreduce, number: int) -> Tensor:
-        mine = [join([payload]) for payload in ring.encode_chunks(self._gradient, number)]
+        mine = [join([payload]) for payload in self._encoded(ring.encode_chunks, number)]
         chunks = [part(one)[0] for one in self._lan.deal(mine)]
         reduced = self._lan.exchange(join([ring.reduce(chunks, number)]))
         return ring.gather([part(one)[0] for one in reduced])
@@ -130,6 +142,11 @@ class Crew:
             self._bridge.write_weights(self.local.working_weights())
         else:
             self._bridge.write_weights(self._weights)
+
+    def close(self) -> None:
+        """There will be no more steps."""
+        if self.ahead is not None:
+            self.ahead.close()
 
     def state(self) -> dict[str, Tensor]:
         """What this rank remembers beside the weights."""

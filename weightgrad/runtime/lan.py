@@ -42,6 +42,13 @@ class Lan:
         """Whether this rank is the site's local server: the one that speaks with the global server."""
         return self.rank == 0
 
+    @property
+    def idle_core(self) -> bool:
+        """Whether every rank of this machine has a core more than it computes on."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cores >= ranks * (torch.get_num_threads() + 1)
+
     def mean(self, flat: Tensor) -> Tensor:
         """The mean of the ranks' vectors, summed in their order; a new tensor."""
         if self.size == 1:

@@ -346,6 +346,7 @@ class Site:
         """Training is over here: what is pending goes out, and the model becomes the base."""
         if self._left:
             return
+        self._crew.close()
         if self._end is not None and self._wan is not None:
             if not self._end.finished:  # it is, when a site that had left is started again
                 self._wan.send(self._end.finish(self._wan.now))
@@ -377,6 +378,7 @@ class Site:
             up_bytes=self._wan.up_bytes,
             down_bytes=self._wan.down_bytes,
             lan_bytes=self.lan.sent_bytes,
+            encoded_ahead=self._crew.ahead.share if self._crew.ahead is not None else 0.0,
             socket_bytes=self._wan.socket_bytes(),
         )
         self.ledger.close()

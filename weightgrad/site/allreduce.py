@@ -42,7 +42,7 @@ class QuantizedAllreduce:
             raise StrategyError(f"{codec}: momentum would count twice in an allreduce; use momentum=0.0 or ef(topk())")
         self._numel = numel
         self._key = key
-        self._cuts = [rank * numel // size for rank in range(size + 1)]
+        self.spans = tuple(pairwise(rank * numel // size for rank in range(size + 1)))
         self._codec = codec
         self._mean_codec = codec if codec.carries_error or isinstance(codec, Fp32) else ErrorFeedback(codec)
         self._device = torch.device(device)
@@ -50,20 +50,27 @@ class QuantizedAllreduce:
         self._mean_state: State = {}
         self._mean_numel = -1  # of this rank's own chunk, once it has seen one
 
+    @property
+    def pure(self) -> bool:
+        """Whether a payload follows from its chunk, its place and the step alone: the codec remembers nothing."""
+        return not any(self._states)
+
     def _sizes(self) -> list[int]:
-        return [stop - start for start, stop in pairwise(self._cuts)]
+        return [stop - start for start, stop in self.spans]
 
     def encode_chunks(self, vector: Tensor, step: int) -> list[Payload]:
         """One payload for each rank: payload i is chunk i of this rank's vector."""
         if tuple(vector.shape) != (self._numel,):
             raise StrategyError(f"a vector of shape {list(vector.shape)}, expected {self._numel} elements; flatten it")
         require_finite(flat32(vector))
-        payloads = []
-        for place, (start, stop) in enumerate(pairwise(self._cuts)):
-            key = derive(self._key, step, place)
-            payload, self._states[place] = self._codec.encode(vector[start:stop], self._states[place], key)
-            payloads.append(payload)
-        return payloads
+        return [self.encode_piece(vector, place, step) for place in range(len(self._states))]
+
+    def encode_piece(self, vector: Tensor, place: int, step: int) -> Payload:
+        """Payload `place` of `encode_chunks`. Of the vector only chunk `place` is read."""
+        start, stop = self.spans[place]
+        key = derive(self._key, step, place)
+        payload, self._states[place] = self._codec.encode(vector[start:stop], self._states[place], key)
+        return payload
 
     def reduce(self, own_chunks: Sequence[Payload], step: int) -> Payload:
         """The mean of everybody's chunk for this rank, encoded; they come in the order of the ranks."""
@@ -90,7 +97,7 @@ class QuantizedAllreduce:
         """The flat mean, the same on all ranks, from all reduced chunks in the order of the ranks."""
         self._check_count(reduced)
         out = torch.empty(self._numel, dtype=torch.float32, device=self._device)
-        for payload, (start, stop) in zip(reduced, pairwise(self._cuts), strict=True):
+        for payload, (start, stop) in zip(reduced, self.spans, strict=True):
             if payload.shape != (stop - start,):
                 raise ProtocolError(
                     f"a reduced chunk of shape {list(payload.shape)}, expected {stop - start} elements; "

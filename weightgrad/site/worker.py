@@ -58,16 +58,27 @@ class GradientEncoder:
         """
         require_flat(self._layout, gradient, "flat gradient")
         self._require_finite(gradient)
-        payloads = []
-        for place, slot in enumerate(self._layout.slots):
-            corrected = self._correct(place, gradient)
-            try:
-                payload, state = self._codec.encode(corrected, self._states[place], derive(self._key, step, place))
-            except EncodeError as error:
-                raise named(slot, error) from error
-            self._states[place] = state
-            payloads.append(payload)
-        return tuple(payloads)
+        return tuple(self.encode_piece(gradient, place, step) for place in range(len(self._states)))
+
+    def encode_piece(self, gradient: Tensor, place: int, step: int) -> Payload:
+        """Payload `place` of `encode`. Of the gradient only slot `place` is read."""
+        corrected = self._correct(place, gradient)
+        key = derive(self._key, step, place)
+        try:
+            payload, self._states[place] = self._codec.encode(corrected, self._states[place], key)
+        except EncodeError as error:
+            raise named(self._layout.slots[place], error) from error
+        return payload
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the slots lie in the gradient."""
+        return tuple((slot.start, slot.stop) for slot in self._layout.slots)
+
+    @property
+    def pure(self) -> bool:
+        """Whether a payload follows from its slot, its place and the step alone: nothing is remembered or clipped."""
+        return self._clip_norm is None and self._velocity is None and not any(self._states)
 
     def _correct(self, place: int, gradient: Tensor) -> Tensor:
         slot = self._layout.slots[place]
