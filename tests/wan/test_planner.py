@@ -51,6 +51,33 @@ def test_usual_link() -> None:
     assert 0 < found.now.pace.overlap <= Auto().reach
 
 
+def test_pushes_that_are_handed_on_are_counted_as_often_as_they_come_down() -> None:
+    found, sites = planner(), ["east", "north", "west"]
+    drive(found, 100e6, 0.02, 0.03)
+    put_together = found._nbytes(0.01)
+    for present, relayed, expected in (
+        (sites[:2], True, 2 * sparse_bits(0.01)),
+        (sites, True, 3 * sparse_bits(0.01)),
+        (sites[:2], False, sparse_bits(0.01) + sparse_bits(0.02)),
+    ):
+        found.decide(present, relayed=relayed)
+        assert found._nbytes(0.01) == pytest.approx(NUMEL * expected / 8)
+    assert found._nbytes(0.01) == put_together
+
+
+def test_what_comes_down_is_said() -> None:
+    found = planner()
+    drive(found, 100e6, 0.02, 0.03)
+    assert found.now.words()["down"] == found.now.down
+    decision = found.decide(SITES, relayed=True)
+    assert decision is not None, "another kind of answer is a decision of its own"
+    assert decision.words()["down"] == "the others' pushes"
+    other = planner()
+    other.load(found.state())
+    assert other.now == found.now
+    assert found.decide(SITES, relayed=True) is None
+
+
 def test_a_link_faster_than_the_codec() -> None:
     found = planner()
     why = drive(found, 200e9, 1e-5, 0.03)
