@@ -25,6 +25,7 @@ import torch
 from field_sheet import Sheet
 
 from weightgrad import kernels
+from weightgrad.errors import RecipeError
 from weightgrad.report.comparison_table import seeds_text
 from weightgrad.report.machine import measured_on
 
@@ -77,7 +78,10 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
         runs=given.runs or (out / "runs" if given.quick else Path("runs/tables")),
         jobs=jobs,
     )
-    return dataclasses.replace(quick if given.quick else plan, **changes), options  # type: ignore[type-var]
+    try:
+        return dataclasses.replace(quick if given.quick else plan, **changes), options  # type: ignore[type-var]
+    except RecipeError as error:  # numbers that do not go together, as the plan says
+        parser.error(str(error))
 
 
 def number(default: int, text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -23,12 +24,13 @@ import table_scale
 import table_skew
 import table_weightgrad
 import tables
+import torch
 import validation_split
 from allreduce_formula import DELAY, DOUBLING, RING, seconds
 from allreduce_ranks import Notebook, exchange, rank_cost, vector_bytes
 from tables import Claim, Difference, Document, Options, difference
 
-from weightgrad.errors import DataError, RunError
+from weightgrad.errors import DataError, RecipeError, RunError
 from weightgrad.train import datasets
 from weightgrad.train import run as train_run
 from weightgrad.train.recipe import Recipe
@@ -52,7 +54,7 @@ CONSISTENCY = table_consistency.Plan(
 )
 SKEW = table_skew.Plan(steps=1, seeds=1, batch=8, evaluate_on=20, data="digits", model="lenet-digits")
 SCALE = table_scale.Plan(sites=(2, 3), numels=(1000,), steps=2, batch=6, width=8, rounds=1)
-MLP = table_mlp.Plan(steps=2, batch=8, width=8, evaluate_on=20, repeats=1, data="digits")
+MLP = table_mlp.Plan(images=16, epochs=1, batch=8, width=8, evaluate_on=20, repeats=1, data="digits")
 ALLREDUCE = table_allreduce.Plan(
     sides=(32, 64), workers=(2, 4), repeats=1, exact_side=32, exact_workers=3, exact_steps=2
 )
@@ -163,6 +165,37 @@ def test_the_settings_are_whole_rows_of_the_paper() -> None:
     for own in (job.recipe.training for job in jobs):
         assert (own.steps, own.batch, own.evaluate_every) == (paper.steps, paper.batch, paper.evaluate_every)
     assert all(setting in table_limits.SETTINGS for pair in table_limits.ALIKE for setting in pair)
+
+
+def test_the_dense_networks_epochs_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = table_mlp.Plan(images=800, epochs=5, batch=40)
+    own = table_mlp.recipe(plan)
+    assert (own.data.limit, own.training.steps, own.training.batch) == (800, 100, 40)
+    assert "5 epochs of 800 images: 100 mini-batches of 40" in table_mlp.rests_on(plan, 1)[0]
+    with pytest.raises(RecipeError, match=r"images=801: .* batch=40; nearest: 800 or 840"):
+        table_mlp.Plan(images=801, batch=40)
+    with pytest.raises(RecipeError, match=r"images=20: .* nearest: 40"):
+        table_mlp.Plan(images=20, batch=40)
+    with pytest.raises(RecipeError, match="images=60040: MNIST has 60000"):
+        table_mlp.Plan(images=60_040, batch=40)
+    with pytest.raises(SystemExit):
+        tables.read(plan, table_mlp.QUICK, "about", ["--batch", "48"])
+    assert "error: images=800: epochs are whole with a multiple of batch=48" in capsys.readouterr().err
+
+
+def test_every_image_is_seen_once_an_epoch(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = datasets.Dataset.train
+
+    def noted(self: datasets.Dataset, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.extend(indices.tolist())
+        return real(self, indices)
+
+    monkeypatch.setattr(datasets.Dataset, "train", noted)
+    plan = dataclasses.replace(MLP, images=24, epochs=3)
+    train_run.simulate(table_mlp.recipe(plan).with_settings(["strategy=baseline"]), options.out / "run")
+    assert sorted(seen) == sorted([*range(24)] * 3)
+    assert all(sorted(seen[n : n + 24]) == [*range(24)] for n in (0, 24, 48))
 
 
 def test_a_changed_row_is_another_run(options: Options) -> None:

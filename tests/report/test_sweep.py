@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import signal
 import threading
 import time
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from weightgrad.errors import RecipeError, RunError, StrategyError
 from weightgrad.report import sweep
@@ -52,6 +55,15 @@ def breaks_on_gaia(recipe: Recipe, out: Path, *, watch: Callable[[Progress], Non
         raise RunError("nor this")
     if recipe.strategy.name == "qsgd":
         os.kill(os.getpid(), signal.SIGKILL)
+    return fake_runs.simulate(recipe, out, watch=watch)
+
+
+def wants_memory_back(recipe: Recipe, out: Path, *, watch: Callable[[Progress], None]) -> object:
+    torch.ones(2**24)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**23)  # 8192 pages
+    if (faults := resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) > 1000:
+        raise RunError(f"{faults} page faults")
     return fake_runs.simulate(recipe, out, watch=watch)
 
 
@@ -112,7 +124,7 @@ def test_runs_fail_alone(tmp_path: Path) -> None:
     jobs = sweep.plan(fake_runs.recipe(steps=5), parse_choices("gaia,baseline,dgc,qsgd"), 1, tmp_path)
     jobs[1].directory.mkdir(parents=True)
     (jobs[1].directory / "error.txt").write_text("of an earlier attempt")
-    before = os.environ.get("OMP_NUM_THREADS")
+    before = dict(os.environ)
     diary = Diary()
     failures = sweep.run(jobs, processes=2, simulate=breaks_on_gaia, watcher=diary)
     assert sorted(failures) == ["dgc seed 0", "gaia seed 0", "qsgd seed 0"]
@@ -125,7 +137,13 @@ def test_runs_fail_alone(tmp_path: Path) -> None:
     assert diary.steps == {"baseline seed 0": 5}
     assert ("ended", "baseline seed 0", "") in diary.lines
     assert {line[1] for line in diary.lines if line[0] == "started"} == {job.label for job in jobs}
-    assert os.environ.get("OMP_NUM_THREADS") == before
+    assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
+def test_a_large_tensor_is_cleared_by_the_kernel_once(tmp_path: Path) -> None:
+    (job,) = sweep.plan(fake_runs.recipe(steps=5), parse_choices("baseline"), 1, tmp_path)
+    assert sweep.run([job], processes=1, simulate=wants_memory_back, watcher=Diary()) == {}
 
 
 def test_finished_runs_are_known_and_interrupted_ones_are_not(tmp_path: Path) -> None:

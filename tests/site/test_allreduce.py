@@ -112,6 +112,33 @@ def test_noise_follows_key_and_step() -> None:
         assert not torch.equal(same, other)
 
 
+@pytest.mark.parametrize("spec", ["fp32()", "qsgd(bits=4)", "onebit()", "adaptive(pi=4)", "topk(0.5)"])
+def test_memory_is_used_again_and_nobody_notices(spec: str) -> None:
+    fresh, again = group(2, 1001, spec), group(2, 1001, spec)
+    room = torch.full((1001,), float("nan"))
+    kept: list[tuple[bytes, codecs.Payload]] = []
+    for step in range(4):
+        vectors = [randn(1001, 10 * step + rank) for rank in range(2)]
+        (wanted, _) = exchange(fresh, vectors, step)
+        sent = [rank.encode_chunks(vector, step) for rank, vector in zip(again, vectors, strict=True)]
+        reduced = [rank.reduce([row[place] for row in sent], step) for place, rank in enumerate(again)]
+        assert again[0].gather(reduced, out=room) is room
+        assert torch.equal(room, wanted)
+        kept += [(bytes(payload.body.numpy()), payload) for payload in reduced]
+    assert all(bytes(payload.body.numpy()) == body for body, payload in kept)  # none of them is in the ranks' rooms
+    first, second = (fresh[0].gather([payload for _, payload in kept[:2]]) for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.parametrize("out", [torch.zeros(10), torch.zeros(11, dtype=torch.float64), torch.zeros(22)[::2]])
+def test_a_mean_goes_only_where_it_fits(out: Tensor) -> None:
+    rank = group(1, 11, "fp32()")[0]
+    payloads = rank.encode_chunks(torch.ones(11), 0)
+    with pytest.raises(StrategyError, match="expected contiguous float32 of 11 elements"):
+        rank.gather(payloads, out=out)
+    assert not out.any()
+
+
 def test_bytes_are_few() -> None:
     sent = group(4, 40_000, "qsgd(bits=4)")[0].encode_chunks(randn(40_000, 0), 0)
     assert sum(payload.nbytes for payload in sent) < 40_000 * 4 / 7

@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 ERROR_FILE = "error.txt"
 _PATIENCE = 20.0  # seconds a process has to write what it has
 _PAUSE = 0.1  # seconds between two reports of a process
+_FOR_CHILDREN = {
+    "OMP_NUM_THREADS": "1",
+    # To glibc: keep what is freed, also if it is large. Given back, every gradient of a large model would come as
+    # fresh pages, which the kernel clears one by one: half the time of a step with 36.8 M parameters.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
 
 Simulate = Callable[..., object]
 
@@ -156,18 +163,19 @@ def _child(pipe: connection.Connection[Any, Any], simulate: Simulate, recipe: Re
 
 @contextmanager
 def _for_children() -> Iterator[None]:
-    """While children start: one thread each, and Ctrl-C for the parent only."""
+    """While children start: one thread each, which keeps its memory, and Ctrl-C for the parent only."""
     resource_tracker.ensure_running()  # it would unblock the signal
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    before = {name: os.environ.get(name) for name in _FOR_CHILDREN}
+    os.environ.update(_FOR_CHILDREN)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 

@@ -84,6 +84,7 @@ class SimSite:
         self._combiner = Combiner(layout)
         self._encoders: list[GradientEncoder] = []
         self._ring: list[QuantizedAllreduce] = []
+        self._mean: Tensor | None = None  # of the ring, filled again at every step
         workers = self.place.workers
         if self._coded and strategy.exchange == "allreduce" and workers > 1:
             self._ring = [
@@ -184,7 +185,8 @@ class SimSite:
             chunks.append(self._ring[worker].encode_chunks(found.vector, number))
         reduced = [ring.reduce([c[rank] for c in chunks], number) for rank, ring in enumerate(self._ring)]
         sizes += [max(_frames(c) for c in chunks)] * len(chunks)
-        return self._ring[0].gather(reduced)
+        self._mean = self._ring[0].gather(reduced, out=self._mean)  # whoever takes it copies it
+        return self._mean
 
     def _exchange(self, starts: list[float], sizes: list[int]) -> tuple[float, float]:
         """When the site has its gradient, counted from when the workers began; seconds of it for the codec."""

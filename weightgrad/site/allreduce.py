@@ -7,7 +7,7 @@ sends and receives about two encoded vectors, whatever the number of ranks.
 
     payloads = mine.encode_chunks(vector, step)     # payload i goes to rank i
     reduced = mine.reduce(received, step)           # received in the order of the ranks; goes to all
-    mean = mine.gather(everyones)                   # in the order of the ranks
+    mean = mine.gather(everyones)                   # in the order of the ranks; out=room: into the caller's memory
 
 What is lost on the way to the ranks is kept only by a codec with error feedback, such as
 ef(qsgd(bits=4)); then the sum of all results and of what is held back is the sum of the means.
@@ -49,6 +49,7 @@ class QuantizedAllreduce:
         self._states = [codec.init(torch.empty(n, device=device)) for n in self._sizes()]
         self._mean_state: State = {}
         self._mean_numel = -1  # of this rank's own chunk, once it has seen one
+        self._room = torch.empty(0, device=device)  # where `reduce` adds up; what it says is nobody's afterwards
 
     @property
     def pure(self) -> bool:
@@ -81,8 +82,9 @@ class QuantizedAllreduce:
         if wrong or numel not in known:
             shapes = wrong or [[numel]]
             raise ProtocolError(f"a chunk of shape {shapes[0]}, expected {max(known)} elements; ranks must agree on it")
-        total = torch.empty(numel, dtype=torch.float32, device=self._device)
-        decode(own_chunks[0], out=total)
+        if self._room.numel() != numel:
+            self._room = torch.empty(numel, dtype=torch.float32, device=self._device)
+        total = decode(own_chunks[0], out=self._room)
         for payload in own_chunks[1:]:
             decode_add(payload, total)
         if len(own_chunks) > 1:
@@ -93,10 +95,18 @@ class QuantizedAllreduce:
         payload, self._mean_state = self._mean_codec.encode(total, self._mean_state, key)
         return payload
 
-    def gather(self, reduced: Sequence[Payload]) -> Tensor:
-        """The flat mean, the same on all ranks, from all reduced chunks in the order of the ranks."""
+    def gather(self, reduced: Sequence[Payload], *, out: Tensor | None = None) -> Tensor:
+        """The flat mean, the same on all ranks, from all reduced chunks in the order of the ranks.
+
+        It is a new tensor, the caller's to keep; or `out`, contiguous float32, filled again. After an error `out`
+        holds a part of it.
+        """
         self._check_count(reduced)
-        out = torch.empty(self._numel, dtype=torch.float32, device=self._device)
+        if out is None:
+            out = torch.empty(self._numel, dtype=torch.float32, device=self._device)
+        elif tuple(out.shape) != (self._numel,) or out.dtype != torch.float32 or not out.is_contiguous():
+            found = f"{out.dtype} of shape {list(out.shape)}"
+            raise StrategyError(f"out is {found}, expected contiguous float32 of {self._numel} elements; make it so")
         for payload, (start, stop) in zip(reduced, self.spans, strict=True):
             if payload.shape != (stop - start,):
                 raise ProtocolError(
