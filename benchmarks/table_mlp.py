@@ -1,8 +1,8 @@
 """Dryden et al. (2016), training: three dense layers of 4096 with Adam on MNIST, 4 replicas, a quantized allreduce.
 
     python benchmarks/table_mlp.py --quick
-    python benchmarks/table_mlp.py                             # about 9 minutes on two cores; 7.5 GB of memory
-    python benchmarks/table_mlp.py --steps 9375                # 20 epochs, as published: half a day
+    python benchmarks/table_mlp.py --jobs 1                    # about 45 minutes of a core; 4 GB of memory
+    python benchmarks/table_mlp.py --images 60000              # all of MNIST, as published: half a day
 
 One site of four workers in the simulator: real gradients, the real `QuantizedAllreduce` at every step, Adam on the
 mean. The only round over the WAN is the last. Times of a mini-batch are put together here, part by part.
