@@ -28,7 +28,7 @@ WORKERS, DELAY = 4, 2e-5
 COMPUTE = 0.1  # seconds of a replica's pass, assumed
 PLAIN = "fp32"
 CODECS = ("onebit()", "adaptive(pi=64)", "qsgd(bits=4)", "qsgd(bits=8)")
-TRAINED = CODECS[:3]  # the last for times and bytes only: where four bits are as accurate as fp32, eight are
+TRAINED = CODECS[:3]  # the last for times and bytes only: its training would be a fifth of all
 PAPER_SPEEDUP = 1.39
 MNIST = 60_000  # training images
 
