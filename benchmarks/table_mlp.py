@@ -196,8 +196,9 @@ def rests_on(plan: Plan, numel: int) -> list[str]:
         f"for every row and seed; {seeds_text(plan.seeds)}; Adam 0.0003 with cosine; {plan.evaluate_on} test images.",
         "The paper: three layers of 4096, 20 epochs of MNIST, 4 replicas: 98.31 % with fp32, 98.32 % with adaptive, "
         "1.39 times as fast a mini-batch. Our notes of it have neither its batch, its compute time, nor its number of "
-        f"runs. With {100 * plan.images / MNIST:.2g} % of the images no row can be as accurate as there, and an epoch has as "
-        "many fewer steps: rows are compared with fp32 here.",
+        "runs.",
+        f"With {100 * plan.images / MNIST:.2g} % of its images, accuracies are not to be compared with the paper's: "
+        "rows are compared with fp32 here.",
     ]
 
 
