@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -191,8 +192,8 @@ def test_what_pending_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_base_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     original, bases = Base.apply, list[Base]()
 
-    def apply(self: Base, answer: Answer) -> None:
-        original(self, answer)
+    def apply(self: Base, answer: Answer, mean: Tensor | None = None) -> None:
+        original(self, answer, mean)
         bases.append(self)
         if answer.version == 2 and self is bases[0]:  # the server moves first
             return
