@@ -28,7 +28,7 @@ WORKERS, DELAY = 4, 2e-5
 COMPUTE = 0.1  # seconds of a replica's pass, assumed
 PLAIN = "fp32"
 CODECS = ("onebit()", "adaptive(pi=64)", "qsgd(bits=4)", "qsgd(bits=8)")
-TRAINED = CODECS[:2]  # Dryden's; qsgd is here for times and bytes, its accuracies are in table_qsgd.py
+TRAINED = CODECS[:2]  # Dryden's; qsgd would take as long again, and has times and bytes only
 PAPER_SPEEDUP = 1.39
 MNIST = 60_000  # training images
 
