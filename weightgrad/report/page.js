@@ -110,13 +110,14 @@
   function speedup() {
     const rows = data.speedup.filter(row => !state.hidden.has(row.strategy));
     const most = Math.max(1, ...rows.map(row => row.value || 0));
+    const longest = Math.max(5, ...rows.map(row => row.text.length)); // "18.8× (1 of 2)" stands behind its bar
     bars('chart-speedup', [{
       type: 'bar', orientation: 'h', y: rows.map(row => row.strategy), x: rows.map(row => row.value || 0),
       marker: { color: rows.map(row => css(data.strategies.find(s => s.name === row.strategy).color)) },
       text: rows.map(row => (row.value === null ? 'not reached' : row.text)), textposition: 'outside', cliponaxis: false,
       textfont: { color: css('--ink') }, hoverinfo: 'none',
     }], {
-      xaxis: axis({ title: `times as fast as ${plain(data.reference)}`, range: [0, most * 1.2], nticks: 6 }),
+      xaxis: axis({ title: `times as fast as ${plain(data.reference)}`, range: [0, most * (1.1 + 0.02 * longest)], nticks: 6 }),
       shapes: [{ type: 'line', x0: 1, x1: 1, yref: 'paper', y0: 0, y1: 1,
                  line: { color: css('--soft'), width: 1, dash: 'dot' }, layer: 'below' }],
     });

@@ -19,9 +19,9 @@ def paces(groups: Mapping[str, Sequence[Run]]) -> str:
         if not lines:
             continue
         rows = "".join(
-            f"<tr><td>{html.escape(seconds_text(float(line['t'])))}</td><td>{line['every']}</td><td>{line['overlap']}</td>"
+            f"<tr><th>{html.escape(seconds_text(float(line['t'])))}</th><td>{line['every']}</td><td>{line['overlap']}</td>"
             f"<td>{html.escape(str(line['up']))}</td><td>{html.escape(str(line['down']))}</td>"
-            f"<td style='text-align:left;white-space:normal'>{html.escape(str(line['why']))}</td></tr>"
+            f"<td class='why'>{html.escape(str(line['why']))}</td></tr>"
             for line in lines[:_SHOWN]
         )
         rest = f"<p class='soft'>and {len(lines) - _SHOWN} more in the ledger</p>" if len(lines) > _SHOWN else ""
@@ -30,7 +30,7 @@ def paces(groups: Mapping[str, Sequence[Run]]) -> str:
             f"<section class='card'><h2>What {html.escape(strategy)} decided</h2>"
             "<p class='soft'>A round every so many steps, answered so many steps later, with these codecs, "
             "from that time of the first seed on.</p><div class='scroll'><table>"
-            f"<thead><tr>{head}<th style='text-align:left'>why</th></tr></thead>"
+            f"<thead><tr>{head}<th class='why'>why</th></tr></thead>"
             f"<tbody>{rows}</tbody></table></div>{rest}</section>"
         )
     return "".join(made)
