@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from weightgrad.report.curves import NAME_GAP, apart
 from weightgrad.report.runs import Run
 
 Points = list[tuple[float, float]]
@@ -114,9 +115,9 @@ def _drawn(series: Mapping[str, Points], across: Axis, up: Axis) -> list[str]:
         dash = ' stroke-dasharray="5 4"' if name in ("baseline", "auto") else ""
         parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{2.8 if ours else 1.6}"{dash}/>')
         ends.append((up.at(points[-1][1]), across.at(points[-1][0]), name, color))
-    above = -math.inf
-    for height, end, name, color in sorted(ends):
-        above = max(height, above + 14)
+    ends.sort()
+    places = apart([height for height, *_ in ends], NAME_GAP, FRAME.up[0])
+    for above, (height, end, name, color) in zip(places, ends, strict=True):
         edge = FRAME.across[1] + 6
         lead = f'x1="{end:.1f}" y1="{height:.1f}" x2="{edge}" y2="{above:.1f}"'
         parts.append(f'<line stroke="{color}" {lead} opacity="0.35"/>')

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weightgrad.report import curves
 from weightgrad.report.runs import Run
@@ -42,3 +46,15 @@ def test_several_seeds_are_one_line_in_a_band(tmp_path: Path) -> None:
 
 def test_nothing_evaluated_is_no_chart() -> None:
     assert curves.draw({}, title="none") == ""
+
+
+@given(st.lists(st.floats(0, 400), max_size=12).map(sorted))
+def test_names_stay_apart_and_above_the_axis(heights: list[float]) -> None:
+    places = curves.apart(heights, 14, 372)
+    assert all(after - before >= 14 - 1e-9 for before, after in pairwise(places))
+    assert all(place <= 372 for place in places)
+
+
+def test_names_with_room_stay_where_their_lines_end() -> None:
+    assert curves.apart([10.0, 40.0, 41.0, 300.0], 14, 372) == [10.0, 40.0, 54.0, 300.0]
+    assert curves.apart([360.0, 365.0], 14, 372) == [358.0, 372]

@@ -18,6 +18,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 56, 150, 48, 48
 _LETTER = 7.6  # of a name, on average
 _COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
 _OURS = "#d55e00"
+NAME_GAP = 14  # between two names, one above the other
 _CORNERS = str.maketrans("", "", "ML")  # of a path, to make it a polygon
 _STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #222; }
@@ -98,6 +99,17 @@ def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
     return " ".join(f"{'L' if i else 'M'}{x(t):.1f} {y(a):.1f}" for i, (t, a) in enumerate(points))
 
 
+def apart(heights: Sequence[float], gap: float, bottom: float) -> list[float]:
+    """Ascending heights moved as little down as keeps them so far apart, and up again where they pass the bottom."""
+    places: list[float] = []
+    for height in heights:
+        places.append(max(height, places[-1] + gap) if places else height)
+    for place in reversed(range(len(places))):
+        places[place] = min(places[place], bottom)
+        bottom = places[place] - gap
+    return places
+
+
 def _drawn(lines: Mapping[str, list[Point]], x: Scale, y: Scale) -> list[str]:
     """The lines, and their names at the right without overlap."""
     parts, names = [], []
@@ -111,9 +123,9 @@ def _drawn(lines: Mapping[str, list[Point]], x: Scale, y: Scale) -> list[str]:
         dash = ' stroke-dasharray="5 4"' if name == "baseline" else ""
         parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{3.2 if ours else 1.6}"{dash}/>')
         names.append((y(points[-1].accuracy), x(points[-1].t), name, color, ours))
-    above = -math.inf
-    for height, end, name, color, ours in sorted(names):
-        above = max(height, above + 14)
+    names.sort()
+    places = apart([height for height, *_ in names], NAME_GAP, _HEIGHT - _BOTTOM)
+    for above, (height, end, name, color, ours) in zip(places, names, strict=True):
         weight = ' font-weight="700"' if ours else ""
         edge = _WIDTH - _RIGHT + 6
         lead = f'x1="{end:.1f}" y1="{height:.1f}" x2="{edge}" y2="{above:.1f}"'
