@@ -83,7 +83,15 @@ def test_a_link_faster_than_the_codec() -> None:
     why = drive(found, 200e9, 1e-5, 0.03)
     assert found.now.pace.every == 1
     assert found.now.pace.up == found.now.down == "fp32"
-    assert "no compression: the link of east carries 200 Gbit/s, faster than the codec" in why[-1]
+    assert "no compression: the link of east carries 200 Gbit/s, faster than the codec (24 Gbit/s)" in why[-1]
+
+
+@pytest.mark.parametrize(("codec_bit_s", "up"), [(1e12, "sparse"), (1e10, "fp32")])
+def test_a_link_is_fast_by_what_the_codec_does_here(codec_bit_s: float, up: str) -> None:
+    found = planner()
+    found.codec_bytes_s = codec_bit_s / 8
+    drive(found, 200e9, 1e-5, 0.03)
+    assert found.now.pace.up == ("fp32" if up == "fp32" else Auto().codec(Auto().density))
 
 
 @pytest.mark.parametrize(("bit_s", "delay"), [(1e6, 0.01), (20e6, 0.5), (2e6, 0.2)])

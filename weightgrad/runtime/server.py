@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from weightgrad.errors import ProtocolError, SavedStateError, StrategyError, WeightGradError
 from weightgrad.kernels.noise import derive
 from weightgrad.ledger import Ledger
-from weightgrad.runtime import saved
+from weightgrad.runtime import codec_speed, saved
 from weightgrad.runtime.admission import row_difference
 from weightgrad.runtime.credentials import Credentials, Revoked
 from weightgrad.runtime.diary import Diary, round_line
@@ -263,7 +263,10 @@ class FieldServer:
         key = derive(self.house.seed, 20)
         state = self._options.state
         kept = DiskLog(state / "answers", max(2**26, 64 * layout.numel)) if state is not None else None
-        return GlobalServer(base, strategy.for_server(), key, guard=self._guard, log=kept)
+        core = GlobalServer(base, strategy.for_server(), key, guard=self._guard, log=kept)
+        if core.planner is not None:
+            core.planner.codec_bytes_s = codec_speed.bytes_a_second(strategy.wan_codec("up"))
+        return core
 
     def _save(self, core: GlobalServer, closed: Sequence[Closed] = ()) -> None:
         if self._options.state is None:

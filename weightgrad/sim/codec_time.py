@@ -44,3 +44,8 @@ def decode_seconds(codec: Codec, numel: int, speed: float = 1.0) -> float:
     while isinstance(codec, ErrorFeedback):
         codec = codec.inner
     return 4 * numel / (SPEEDS[codec.spec_name][1] * 1e9 * speed)
+
+
+def bytes_a_second(codec: Codec, speed: float = 1.0) -> float:
+    """Of float32, encoded and decoded again."""
+    return 4 / (encode_seconds(codec, 1, speed) + decode_seconds(codec, 1, speed))

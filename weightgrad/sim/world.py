@@ -64,6 +64,9 @@ class World:
         self._optimizer = (plan.optimizer[0], plan.strategy.optimizer_with(plan.optimizer[1]))
         log = MemoryLog(max(_LOG_BYTES, 4 * task.layout.numel), kept=True) if plan.faults else None
         self.server = GlobalServer(self._base(), plan.strategy.for_server(), derive(plan.seed, 20), log=log)
+        if self.server.planner is not None:
+            up = plan.strategy.wan_codec("up")
+            self.server.planner.codec_bytes_s = codec_time.bytes_a_second(up, plan.codec_speed)
         self.server_alive = True
         self.sites = [site.make(n, place, plan, task, self._base) for n, place in enumerate(plan.sites)]
         self.by_name = {s.place.name: s for s in self.sites}

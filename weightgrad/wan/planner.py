@@ -38,7 +38,7 @@ from weightgrad.units import show_bit_s
 from weightgrad.wan.pace import Pace, Report
 from weightgrad.wan.parts import check, part
 
-CODEC_BYTES_S = 3e9  # float32 encoded and decoded again, on one core: see docs/codec-speed.md
+CODEC_BYTES_S = 3e9  # float32 encoded and decoded again on one core, until the driver says what it is here
 _HIDDEN = 0.8  # of the compute between two rounds may be the exchange
 _EAGER = 0.5  # less than that to go back to a faster pace
 _STAY = 1.3  # longer than `reach` an answer may take before rounds get fewer
@@ -178,6 +178,7 @@ class Planner:
     links: dict[str, LinkFit] = field(default_factory=dict)
     looked: int = 0
     others: int | None = None  # whose pushes an answer hands on; None: it has been put together and encoded
+    codec_bytes_s: float = CODEC_BYTES_S
 
     def __post_init__(self) -> None:
         self.now = self.auto.first()
@@ -216,10 +217,13 @@ class Planner:
         lines = {name: self.links[name].line() for name in sites}
         slowest = max(lines, key=lambda name: lines[name][1])
         slope = lines[slowest][1]
-        if 0 < slope < 1 / CODEC_BYTES_S:
+        if 0 < slope < 1 / self.codec_bytes_s:
             seconds = self._seconds(lines, 1.0)
             if seconds <= _HIDDEN * step:
-                why = f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec"
+                why = (
+                    f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec "
+                    f"({show_bit_s(8 * self.codec_bytes_s)})"
+                )
                 return self._decision(1, 1.0, seconds, step, why)
         every, density = self._rung(lines, step)
         seconds, busy = self._seconds(lines, density), self._busy(lines, density)
