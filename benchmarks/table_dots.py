@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from table_charts import COLORS, OURS, Axis, Frame
+
+from weightgrad.report.curves import apart
 
 FRAME = Frame(900, 440, 64, 170, 48, 48)
 _LEFT, _EDGE = FRAME.across
@@ -55,15 +56,14 @@ def dots(
 
 def _marks(across: Mapping[str, float], upright: Mapping[str, float], horizontal: Axis, vertical: Axis) -> list[str]:
     parts: list[str] = []
-    edge, above = _EDGE, -math.inf
+    edge = _EDGE
     dashed = 'stroke="#888" stroke-dasharray="5 4"'
     for name, value in upright.items():
         place = f"{horizontal.at(value):.1f}"
         parts.append(f'<line {dashed} x1="{place}" x2="{place}" y1="{_TOP}" y2="{_FLOOR}"/>')
         parts.append(f'<text class="quiet" x="{place}" y="{_TOP - 6}" text-anchor="middle">{escape(name)}</text>')
-    for name, value in sorted(across.items(), key=lambda mark: -mark[1]):
-        at = vertical.at(value)
-        above = max(at, above + _LINE)
+    heights = sorted((vertical.at(value), name) for name, value in across.items())
+    for above, (at, name) in zip(apart([at for at, _ in heights], _LINE, _FLOOR), heights, strict=True):
         parts.append(f'<line {dashed} x1="{_LEFT}" x2="{edge}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<line stroke="#888" x1="{edge}" x2="{edge + 8}" y1="{at:.1f}" y2="{above:.1f}"/>')
         parts.append(f'<text class="quiet" x="{edge + 12}" y="{above:.1f}" dy="4">{escape(name)}</text>')
