@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from weightgrad.runtime.server import FieldServer, ServeOptions
 from weightgrad.runtime.site import join
 from weightgrad.site import optimizers
 from weightgrad.train.field import house
-from weightgrad.train.launch import Processes, commands, free_port, prepare, standing
+from weightgrad.train.launch import Popen, Processes, commands, free_port, prepare, standing
 from weightgrad.train.recipe import Recipe
 from weightgrad.train.run import optimizer_options, rate_of
 from weightgrad.train.task import Training
@@ -78,8 +79,8 @@ def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 class Rehearsal:
     """A launched run whose processes can be killed and started again with the same commands."""
 
-    def __init__(self, recipe: Recipe, out: Path, *more: str) -> None:
-        self.recipe, self.out = recipe, out
+    def __init__(self, recipe: Recipe, out: Path, *more: str, popen: Popen = subprocess.Popen) -> None:
+        self.recipe, self.out, self.popen = recipe, out, popen
         self.address = f"127.0.0.1:{free_port()}"
         prepare(recipe, out)
         self.commands = commands(recipe, out, self.address, lambda _: self.address)
@@ -96,7 +97,7 @@ class Rehearsal:
 
     def start(self, *names: str) -> None:
         for name in names or self.commands:
-            self.processes.start(name, self.commands[name])
+            self.processes.start(name, self.commands[name], self.popen)
 
     def steps(self) -> dict[str, int]:
         return standing(self.recipe, self.out, 0.0).steps

@@ -1,33 +1,28 @@
-"""The five lines in a user's script: real servers, real workers, the loops that people write.
-
-Run as a script, this file is one worker: `torchrun tests/runtime/test_api.py CASE --server ... --site ... --out ...`.
-"""
+"""The five lines in a user's script: real servers, real workers, the loops that people write."""
 
 from __future__ import annotations
 
-import argparse
+import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.nn import functional
+from safetensors.torch import load_file
+from torch import Tensor
 
 import weightgrad as wg
 from weightgrad import ledger
 from weightgrad.errors import SpecError, StrategyError
-from weightgrad.runtime.lan import Lan
-from weightgrad.train.launch import Processes, free_port
+from weightgrad.train.launch import Popen, Processes, free_port
 
-STEPS, MIDDLE = 6, 4
-LIMIT = 600.0  # seconds for a whole run; a few are enough when the machine has nothing else to do
+from . import loops, nursery
+from .loops import LIMIT, LOOPS, MIDDLE, STEPS, Loop, batch
+
+SCRIPT = Path(loops.__file__)
 
 RECIPE = """
 name: api
@@ -47,10 +42,11 @@ strategy: {{name: {strategy}, t_global: 600}}
 
 
 class Field:
-    """A server, and sites that run a script; all on this machine."""
+    """A server, and sites that run a script; all on this machine. `cold`: each is an interpreter of its own."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, *, cold: bool = False) -> None:
         self.out, self.address = out, f"127.0.0.1:{free_port()}"
+        self.popen: Popen = subprocess.Popen if cold else nursery.popen()
         (out / "logs").mkdir(parents=True)
         self.processes = Processes(out / "logs")
 
@@ -58,13 +54,13 @@ class Field:
         """Start `weightgrad serve`."""
         command = [sys.executable, "-m", "weightgrad", "serve", str(recipe), "--listen", self.address]
         command += ["--metrics", "127.0.0.1:0", "--out", str(self.out), "--until-finished", *more]
-        self.processes.start("server", command)
+        self.processes.start("server", command, self.popen)
 
     def site(self, name: str, ranks: int, script: Path, *more: str, log: str | None = None) -> None:
         """Start a site: one process as it is, several under torchrun."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *(torchrun if ranks > 1 else []), str(script), *more]
-        self.processes.start(log or name, [*command, "--server", self.address, "--site", name])
+        self.processes.start(log or name, [*command, "--server", self.address, "--site", name], self.popen)
 
     def log(self, name: str) -> str:
         """What it has said."""
@@ -107,9 +103,9 @@ class Field:
 
 
 @contextmanager
-def field(out: Path) -> Iterator[Field]:
+def field(out: Path, *, cold: bool = False) -> Iterator[Field]:
     """A field whose processes are ended with it."""
-    made = Field(out)
+    made = Field(out, cold=cold)
     try:
         yield made
     finally:
@@ -126,213 +122,14 @@ def recipe(out: Path, strategy: str, *sites: str) -> Path:
     return path
 
 
-def run(out: Path, case: str, strategy: str = "baseline", **sites: int) -> Field:
-    """One case of this file on these sites, each of so many ranks, from beginning to end."""
-    with field(out) as made:
+def run(out: Path, case: str, strategy: str = "baseline", *, cold: bool = False, **sites: int) -> Field:
+    """One case of the loops on these sites, each of so many ranks, from beginning to end."""
+    with field(out, cold=cold) as made:
         made.serve(recipe(out, strategy, *sites), "--insecure")
         for name, ranks in sites.items():
-            made.site(name, ranks, Path(__file__), case, "--out", str(out))
+            made.site(name, ranks, SCRIPT, case, "--out", str(out))
         made.finish()
         return made
-
-
-# -- the users' loops ----------------------------------------------------------------------------
-
-
-def batch(place: str, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
-    """What a worker sees in a step."""
-    draw = torch.Generator().manual_seed(zlib.crc32(f"{place} {step} {part}".encode()))
-    x = torch.randn(8, 6, generator=draw)
-    return x, (x.sum(1) > 0).long()
-
-
-class Loop:
-    """A model, an optimizer, and a backward pass. The reference uses the same."""
-
-    def __init__(self, site: str = "east", rank: int = 0) -> None:
-        torch.manual_seed(1)
-        self.site, self.rank = site, rank
-        self.prepare: dict[str, Any] = {}
-        self.model = self.build()
-        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02, weight_decay=0.01)
-        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
-
-    def build(self) -> nn.Sequential:
-        """A small network."""
-        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-
-    def backward(self, place: str, step: int) -> None:
-        """Leave the gradients of that worker's step."""
-        x, y = batch(place, step)
-        functional.cross_entropy(self.model(x), y).backward()
-
-    def step(self) -> None:
-        """What follows backward in everybody's script."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.schedule is not None:
-            self.schedule.step()
-
-
-class Habits(Loop):
-    """A scheduler, two rates, gradients of three passes, and clipping."""
-
-    def __init__(self, site: str = "east", rank: int = 0) -> None:
-        super().__init__(site, rank)
-        first, _, last = self.model
-        groups: list[dict[str, Any]] = [{"params": first.parameters()}, {"params": last.parameters(), "lr": 0.01}]
-        self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
-
-    def backward(self, place: str, step: int) -> None:
-        for part in range(3):
-            x, y = batch(place, step, part)
-            (functional.cross_entropy(self.model(x), y) / 3).backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        assert norm > 0.1, "nothing was clipped, nothing is tested"
-
-
-class Autocast(Loop):
-    """Forward in bfloat16, parameters in float32."""
-
-    def backward(self, place: str, step: int) -> None:
-        x, y = batch(place, step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            scores = self.model(x)
-        assert scores.dtype == torch.bfloat16
-        functional.cross_entropy(scores.float(), y).backward()
-
-
-class Frozen(Loop):
-    """The first layer is given to the optimizer, weight decay and all, but is not trained."""
-
-    def build(self) -> nn.Sequential:
-        model = super().build()
-        model[0].requires_grad_(False)
-        return model
-
-
-class Tied(Loop):
-    """The last layer has the first one's weights."""
-
-    def build(self) -> nn.Sequential:
-        first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-        last.weight = first.weight
-        return nn.Sequential(first, nn.Tanh(), last)
-
-
-class Normed(Loop):
-    """Batch norm is the first to see the data, so that what it should remember is known. West's are its ranks' own."""
-
-    def build(self) -> nn.Sequential:
-        self.prepare = {"buffers": "site" if self.site == "east" else "local"}
-        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
-
-
-class Staged(Loop):
-    """Cut by layers: the second rank has more of them, and the only buffers."""
-
-    def build(self) -> nn.Sequential:
-        self.prepare = {"stages": True}
-        if self.rank == 0:
-            return nn.Sequential(nn.Linear(6, 2))
-        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(4, 2))
-
-
-class Larger(Loop):
-    """Another model than the others have."""
-
-    def build(self) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-class Ahead(Loop):
-    """Encodes beside backward, whether a core is idle or not."""
-
-    def build(self) -> nn.Sequential:
-        Lan.idle_core = property(lambda _: True)  # type: ignore[method-assign, assignment]
-        return super().build()
-
-
-class Behind(Loop):
-    """Encodes in the step."""
-
-    def build(self) -> nn.Sequential:
-        Lan.idle_core = property(lambda _: False)  # type: ignore[method-assign, assignment]
-        return super().build()
-
-
-class Other(Loop):
-    """The same model, another strategy."""
-
-    def build(self) -> nn.Sequential:
-        self.prepare = {"strategy": "diloco", "every": 3}
-        return super().build()
-
-
-class Stranger(Loop):
-    """Every worker begins with weights of its own."""
-
-    def build(self) -> nn.Sequential:
-        torch.manual_seed(zlib.crc32(f"{self.site} {self.rank}".encode()))
-        return super().build()
-
-
-class Cycled(Loop):
-    """A schedule that changes more than the rate, which nobody tells the other replicas."""
-
-    def __init__(self, site: str = "east", rank: int = 0) -> None:
-        super().__init__(site, rank)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=STEPS)
-
-
-class Closure(Cycled):
-    """The backward pass inside the step."""
-
-    def step(self) -> None:
-        self.optimizer.step(lambda: 0.0)
-
-
-KINDS = (Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Ahead, Behind, Other, Stranger, Cycled, Closure)
-LOOPS = {kind.__name__.lower(): kind for kind in KINDS}
-
-
-def worker() -> None:
-    """One worker of one site."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=LOOPS)
-    parser.add_argument("--server")
-    parser.add_argument("--site")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    site = wg.join(args.server, site=args.site, insecure=True, patience=LIMIT)
-    loop = LOOPS[args.case](args.site, site.lan.rank)
-    model, optimizer = site.prepare(loop.model, loop.optimizer, **loop.prepare)
-    assert model is loop.model
-    assert optimizer is loop.optimizer
-    tensors: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        loop.backward(f"{args.site} {site.lan.rank}", step)
-        loop.step()
-        if step + 1 == MIDDLE:
-            tensors |= {f"middle.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-    site.leave()
-    assert site._crew.ahead is not None or not isinstance(loop, Ahead)
-    if site._crew.ahead is not None:
-        print(f"ahead: {site._crew.ahead.used} of {site._crew.ahead.asked}")
-
-    if isinstance(loop, Tied):
-        assert model[0].weight is model[2].weight
-    tensors |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    save_file(tensors, str(args.out / f"{args.site}-{site.lan.rank}.safetensors"))
-    loop.backward(args.site, STEPS)
-    try:
-        optimizer.step()
-    except StrategyError as error:
-        print(f"after leave: {error}")
-    same = all(torch.equal(tensor, tensors[name]) for name, tensor in model.named_parameters())
-    print("nothing moved" if same else "it trained alone")
 
 
 def reference(loop: Loop, *places: str) -> dict[str, Tensor]:
@@ -360,7 +157,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 1], ids=["torchrun", "alone"])
 def test_every_worker_ends_with_the_base_whatever_it_began_with(ranks: int, tmp_path: Path) -> None:
-    ended = run(tmp_path, "stranger", "weightgrad", east=ranks, west=ranks)
+    ended = run(tmp_path, "stranger", "weightgrad", cold=ranks == 1, east=ranks, west=ranks)
     for name in ("east", "west"):
         for rank in range(ranks):
             assert_same_bits(ended.left(name, rank), ended.base)
@@ -447,12 +244,14 @@ def test_ranks_with_layers_of_their_own_keep_their_own_buffers(tmp_path: Path) -
 def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
     with field(tmp_path) as made:
         made.serve(recipe(tmp_path, "baseline", "east"), "--insecure")
-        for case, ranks, why in (
+        for before, (case, ranks, why) in enumerate((
             ("staged", 2, "StrategyError: baseline shares gradients, which one optimizer steps with"),
             ("cycled", 1, "StrategyError: betas of the optimizer has become"),
             ("closure", 1, "StrategyError: optimizer.step(closure) would train alone"),
-        ):
-            made.site("east", ranks, Path(__file__), case, "--out", str(tmp_path), log=case)
+        )):  # fmt: skip
+            # Until the server has noticed that the one before is gone, its model is the one that is being trained.
+            made.until(lambda before=before: made.log("server").count("its line is gone") >= before)  # type: ignore[misc]
+            made.site("east", ranks, SCRIPT, case, "--out", str(tmp_path), log=case)
             assert why in made.fails(case)
 
 
@@ -475,20 +274,16 @@ def test_a_first_base_that_cannot_be_made_is_refused_before_anybody_is_asked(spe
 def test_another_model_and_another_strategy_are_refused_with_the_difference(tmp_path: Path) -> None:
     with field(tmp_path) as made:
         made.serve(recipe(tmp_path, "baseline", "east", "west"), "--insecure")
-        made.site("east", 1, Path(__file__), "loop", "--out", str(tmp_path))
+        made.site("east", 1, SCRIPT, "loop", "--out", str(tmp_path))
         made.until(lambda: "planted the first base" in made.log("server"))
         for case, ranks in (("larger", 2), ("other", 1)):
-            made.site("west", ranks, Path(__file__), case, "--out", str(tmp_path), log=case)
+            made.site("west", ranks, SCRIPT, case, "--out", str(tmp_path), log=case)
         said = made.fails("larger")
         assert "RefusedError: the model of west is not the one that is being trained" in said
         assert "parameter 2 is 2.weight [3, 16], the others have 2.weight [2, 16]" in said
         assert "rank 0 of this site could not join: the model of west" in said, "the other ranks say it too"
         said = made.fails("other")
         assert "RefusedError: west asks for another strategy: name is 'diloco' here and 'baseline' there" in said
-        made.site("west", 1, Path(__file__), "loop", "--out", str(tmp_path))
+        made.site("west", 1, SCRIPT, "loop", "--out", str(tmp_path))
         made.finish()
         assert_same_bits(made.left("east"), made.left("west"))
-
-
-if __name__ == "__main__":
-    worker()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,16 @@ import pytest
 from weightgrad import ledger
 from weightgrad.train.run import simulate
 
+from . import nursery
 from .field import Rehearsal, assert_same_bits, base_of, tiny
 
 
-@pytest.mark.parametrize("strategy", ["baseline", "weightgrad"])
-def test_killed_server_and_killed_site(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "cold"), [("baseline", False), ("weightgrad", True)])
+def test_killed_server_and_killed_site(strategy: str, cold: bool, tmp_path: Path) -> None:
     recipe = tiny(strategy, workers=1, steps=60)
     simulate(recipe, tmp_path / "simulated")
-    with Rehearsal(recipe, tmp_path / "run", "--checkpoint-every", "7") as run:
+    popen = subprocess.Popen if cold else nursery.popen()
+    with Rehearsal(recipe, tmp_path / "run", "--checkpoint-every", "7", popen=popen) as run:
         run.start()
         run.until("east", 10)
         run.kill("server")

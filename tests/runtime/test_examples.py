@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -27,9 +29,16 @@ STEPS = 6
 MEAN = ("--set", "strategy.name=baseline", "--set", "strategy.shares=updates")
 
 
-def run(out: Path, script: str, *more: str, settings: tuple[str, ...] = (), secure: bool = False) -> Field:
+def run(
+    out: Path,
+    script: str,
+    *more: str,
+    settings: tuple[str, ...] = (),
+    secure: bool = False,
+    cold: bool = False,
+) -> Field:
     """Both sites must print the server's own word for the base."""
-    with field(out) as made:
+    with field(out, cold=cold) as made:
         if secure:
             issue.create(out / "certs", ["localhost"], ["east", "west"])
 
@@ -81,7 +90,7 @@ def assert_on_the_mean(
 
 
 def test_cifar10(tmp_path: Path) -> None:
-    ended = run(tmp_path, "cifar10.py", "--data", "digits", "--batch", "4", secure=True)
+    ended = run(tmp_path, "cifar10.py", "--data", "digits", "--batch", "4", secure=True, cold=True)
     assert "of the test images" in ended.log("west")
 
 
@@ -90,7 +99,7 @@ def test_gpt(tmp_path: Path) -> None:
 
 
 def test_fsdp2_with_quantized_updates(tmp_path: Path) -> None:
-    ended = run(tmp_path, "fsdp2.py", "--batch", "8")
+    ended = run(tmp_path, "fsdp2.py", "--batch", "8", cold=True)
     assert "the model is partitioned inside the site" in ended.log("east")
 
 
@@ -121,6 +130,14 @@ def test_pipeline_every_four_steps(tmp_path: Path) -> None:
     run(
         tmp_path, "pipeline.py", "--batch", "8", settings=("--set", "strategy.name=diloco", "--set", "strategy.every=4")
     )
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in ("cifar10.py", "fsdp2.py")])
+def test_it_imports_what_it_needs(script: str) -> None:
+    """Those two are run cold above; the others have much imported when they begin, and here nothing."""
+    command = [sys.executable, str(EXAMPLES / script), "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "--steps" in told
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

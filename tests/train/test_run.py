@@ -64,7 +64,8 @@ def test_one_site_with_fp32_is_plain_pytorch_bit_for_bit(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_reads_digits(name: str, tmp_path: Path) -> None:
-    short = [f"strategy={name}", "training.steps=200", "training.evaluate_every=100"]
+    steps = 200 if name in ("adaptive", "dgc") else 130  # those two are slower to learn
+    short = [f"strategy={name}", f"training.steps={steps}", f"training.evaluate_every={steps // 2}"]
     summary = simulate(LAPTOP.with_settings(short), tmp_path)
     assert summary["status"] == "finished"
     assert summary["accuracy"] >= 0.95

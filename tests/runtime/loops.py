@@ -1,0 +1,223 @@
+"""The loops that people write, with the five lines in them.
+
+Run as a script, this file is one worker: `torchrun tests/runtime/loops.py CASE --server ... --site ... --out ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weightgrad as wg
+from weightgrad.errors import StrategyError
+from weightgrad.runtime.lan import Lan
+
+STEPS, MIDDLE = 6, 4
+LIMIT = 600.0  # seconds for a whole run; a few are enough when the machine has nothing else to do
+
+
+def batch(place: str, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    """What a worker sees in a step."""
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{place} {step} {part}".encode()))
+    x = torch.randn(8, 6, generator=draw)
+    return x, (x.sum(1) > 0).long()
+
+
+class Loop:
+    """A model, an optimizer, and a backward pass. The reference uses the same."""
+
+    def __init__(self, site: str = "east", rank: int = 0) -> None:
+        torch.manual_seed(1)
+        self.site, self.rank = site, rank
+        self.prepare: dict[str, Any] = {}
+        self.model = self.build()
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02, weight_decay=0.01)
+        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+
+    def build(self) -> nn.Sequential:
+        """A small network."""
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def backward(self, place: str, step: int) -> None:
+        """Leave the gradients of that worker's step."""
+        x, y = batch(place, step)
+        functional.cross_entropy(self.model(x), y).backward()
+
+    def step(self) -> None:
+        """What follows backward in everybody's script."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
+
+
+class Habits(Loop):
+    """A scheduler, two rates, gradients of three passes, and clipping."""
+
+    def __init__(self, site: str = "east", rank: int = 0) -> None:
+        super().__init__(site, rank)
+        first, _, last = self.model
+        groups: list[dict[str, Any]] = [{"params": first.parameters()}, {"params": last.parameters(), "lr": 0.01}]
+        self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+
+    def backward(self, place: str, step: int) -> None:
+        for part in range(3):
+            x, y = batch(place, step, part)
+            (functional.cross_entropy(self.model(x), y) / 3).backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        assert norm > 0.1, "nothing was clipped, nothing is tested"
+
+
+class Autocast(Loop):
+    """Forward in bfloat16, parameters in float32."""
+
+    def backward(self, place: str, step: int) -> None:
+        x, y = batch(place, step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = self.model(x)
+        assert scores.dtype == torch.bfloat16
+        functional.cross_entropy(scores.float(), y).backward()
+
+
+class Frozen(Loop):
+    """The first layer is given to the optimizer, weight decay and all, but is not trained."""
+
+    def build(self) -> nn.Sequential:
+        model = super().build()
+        model[0].requires_grad_(False)
+        return model
+
+
+class Tied(Loop):
+    """The last layer has the first one's weights."""
+
+    def build(self) -> nn.Sequential:
+        first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), last)
+
+
+class Normed(Loop):
+    """Batch norm is the first to see the data, so that what it should remember is known. West's are its ranks' own."""
+
+    def build(self) -> nn.Sequential:
+        self.prepare = {"buffers": "site" if self.site == "east" else "local"}
+        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+class Staged(Loop):
+    """Cut by layers: the second rank has more of them, and the only buffers."""
+
+    def build(self) -> nn.Sequential:
+        self.prepare = {"stages": True}
+        if self.rank == 0:
+            return nn.Sequential(nn.Linear(6, 2))
+        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(4, 2))
+
+
+class Larger(Loop):
+    """Another model than the others have."""
+
+    def build(self) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Ahead(Loop):
+    """Encodes beside backward, whether a core is idle or not."""
+
+    def build(self) -> nn.Sequential:
+        Lan.idle_core = property(lambda _: True)  # type: ignore[method-assign, assignment]
+        return super().build()
+
+
+class Behind(Loop):
+    """Encodes in the step."""
+
+    def build(self) -> nn.Sequential:
+        Lan.idle_core = property(lambda _: False)  # type: ignore[method-assign, assignment]
+        return super().build()
+
+
+class Other(Loop):
+    """The same model, another strategy."""
+
+    def build(self) -> nn.Sequential:
+        self.prepare = {"strategy": "diloco", "every": 3}
+        return super().build()
+
+
+class Stranger(Loop):
+    """Every worker begins with weights of its own."""
+
+    def build(self) -> nn.Sequential:
+        torch.manual_seed(zlib.crc32(f"{self.site} {self.rank}".encode()))
+        return super().build()
+
+
+class Cycled(Loop):
+    """A schedule that changes more than the rate, which nobody tells the other replicas."""
+
+    def __init__(self, site: str = "east", rank: int = 0) -> None:
+        super().__init__(site, rank)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=STEPS)
+
+
+class Closure(Cycled):
+    """The backward pass inside the step."""
+
+    def step(self) -> None:
+        self.optimizer.step(lambda: 0.0)
+
+
+KINDS = (Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Ahead, Behind, Other, Stranger, Cycled, Closure)
+LOOPS = {kind.__name__.lower(): kind for kind in KINDS}
+
+
+def worker() -> None:
+    """One worker of one site."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=LOOPS)
+    parser.add_argument("--server")
+    parser.add_argument("--site")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    site = wg.join(args.server, site=args.site, insecure=True, patience=LIMIT)
+    loop = LOOPS[args.case](args.site, site.lan.rank)
+    model, optimizer = site.prepare(loop.model, loop.optimizer, **loop.prepare)
+    assert model is loop.model
+    assert optimizer is loop.optimizer
+    tensors: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        loop.backward(f"{args.site} {site.lan.rank}", step)
+        loop.step()
+        if step + 1 == MIDDLE:
+            tensors |= {f"middle.{name}": buffer.clone() for name, buffer in model.named_buffers()}
+    site.leave()
+    assert site._crew.ahead is not None or not isinstance(loop, Ahead)
+    if site._crew.ahead is not None:
+        print(f"ahead: {site._crew.ahead.used} of {site._crew.ahead.asked}")
+
+    if isinstance(loop, Tied):
+        assert model[0].weight is model[2].weight
+    tensors |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, str(args.out / f"{args.site}-{site.lan.rank}.safetensors"))
+    loop.backward(args.site, STEPS)
+    try:
+        optimizer.step()
+    except StrategyError as error:
+        print(f"after leave: {error}")
+    same = all(torch.equal(tensor, tensors[name]) for name, tensor in model.named_parameters())
+    print("nothing moved" if same else "it trained alone")
+
+
+if __name__ == "__main__":
+    worker()
