@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.errors import ProtocolError
 from weightgrad.wan.base import Base
 from weightgrad.wan.global_server import GlobalServer, Outbox
 from weightgrad.wan.messages import Answer, Call, Join, Leave, Message, Part, Push, Restarted, Welcome
+from weightgrad.wan.pace import Report
 from weightgrad.wan.strategies import find
 
 from .harness import LAYOUT, Harness, noise
@@ -43,6 +46,40 @@ def to(out: Outbox, site: str, kind: type[Message] = Answer) -> list[Any]:
 
 def moved(one: GlobalServer) -> Tensor:
     return one.base.vector - START
+
+
+# -- what `auto` sees of the pushes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("other", "every"), [(1.0, 4), (-1.0, 2)])
+def test_sites_that_contradict_each_other_are_told_to_speak_twice_as_often(other: float, every: int) -> None:
+    """By the pushes as they came; the counts are in the round's line, and a restarted server knows them."""
+    one, codec = server("auto", "ab"), codecs.parse("topk(0.5) > sign()")
+    for number in range(1, 13):
+        for site, sign in (("a", 1.0), ("b", other)):
+            part = Part(0, codec.encode(sign * noise(number), {}, 0)[0])
+            came = replace(push(site, number), parts=(part,), report=Report(0.03, max(0, number - 1), 0.05))
+            out = one.receive(came, 0.1 * number)
+        (closed,) = out.closed
+        if number in (10, 11):
+            assert closed.signs is None, "after the first few not every round is looked at"
+            continue
+        sent = max(1, round(N * 0.5))
+        assert closed.signs == (sent, sent if other > 0 else 0)
+        assert closed.words().items() >= {"common": sent, "same": closed.signs.same}.items()
+    assert one.planner is not None
+    assert one.planner.now.pace.every == every
+    again = server("auto", "")
+    again.restore(one.checkpoint())
+    assert again.planner is not None
+    assert (again.planner.unlike, again.planner.signs) == (other < 0, one.planner.signs)
+
+
+def test_rows_that_do_not_ask_are_not_told_how_alike_pushes_are() -> None:
+    one = server(sites="a")
+    (closed,) = one.receive(push("a", 1, noise(1)), 0.0).closed
+    assert closed.signs is None
+    assert "same" not in closed.words()
 
 
 # -- rounds ---------------------------------------------------------------------------------

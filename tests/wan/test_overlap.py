@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from weightgrad.codecs import Fp32
 from weightgrad.kernels import fixed
 from weightgrad.wan.base import Base
 from weightgrad.wan.messages import Answer, Part, Push, Welcome
+from weightgrad.wan.pace import Pace
 from weightgrad.wan.site_end import SiteEnd
 from weightgrad.wan.strategies import find
 
@@ -103,3 +106,31 @@ def test_the_model_is_the_base_and_what_is_in_flight_and_a_share_of_what_is_held
             for part in push.parts:
                 part.into(wanted, fixed.ADD)
         assert torch.allclose(one.model, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("overlap", "every", "weight"), [(3, 4, 1.0), (4, 4, 1.0), (2, 1, 2**-0.5), (7, 2, 0.5)])
+def test_several_pushes_in_flight_are_damped(overlap: int, every: int, weight: float) -> None:
+    """By the pace, from one push to the next: not by how many happen to be in flight."""
+    plan = replace(
+        find("auto", {"resume": "base_and_pending(0.25, damped=True)"}).for_site(),
+        pace=Pace(every, overlap, "ef(topk(0.2))"),
+    )
+    one = SiteEnd("a", Base(LAYOUT, noise(99), optimizer=None, rate=lambda step: 0.1), plan, samples=4, key=1)
+    one.receive(Welcome(0, 1, 0, 0), 0.0)
+    pushes: list[Push] = []
+    for _ in range(3 * every):
+        one.model += noise(one.step)
+        made = one.stepped(0.0)
+        if not made:
+            continue
+        pushes += [push for push in made if isinstance(push, Push)]
+        assert one.let_go
+        own = torch.zeros_like(one.model)
+        for push in pushes:
+            for part in push.parts:
+                part.into(own, fixed.ADD)
+        everything = torch.stack([noise(i) for i in range(one.step)]).sum(0)
+        assert torch.allclose(own + one.pending.held, everything, atol=1e-5), "nothing is lost"
+        wanted = one.base.vector + weight * own + 0.25 * one.pending.held
+        assert torch.allclose(one.model, wanted, atol=1e-5)
+    assert len(pushes) == 3

@@ -99,6 +99,7 @@ def test_an_unknown_name_lists_every_part_that_exists(kind: str) -> None:
         ("consistency", "bounded(-1)", "rounds"),
         ("resume", "mix(2)", "alpha"),
         ("resume", "base_and_pending(-1)", "share"),
+        ("resume", "base_and_pending(0.5, damped=2)", "True or False"),
     ],
 )
 def test_a_wrong_argument_says_what_is_wanted(kind: str, text: str, says: str) -> None:

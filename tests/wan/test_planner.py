@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.wan import strategies
+from weightgrad.wan.agreement import Signs
 from weightgrad.wan.pace import Pace, Report, Stopwatch, pace_tensor, tensor_pace
 from weightgrad.wan.planner import Auto, LinkFit, Planner, sparse_bits
 
@@ -63,6 +64,50 @@ def test_pushes_that_are_handed_on_are_counted_as_often_as_they_come_down() -> N
         found.decide(present, relayed=relayed)
         assert found._nbytes(0.01) == pytest.approx(NUMEL * expected / 8)
     assert found._nbytes(0.01) == put_together
+
+
+def test_rounds_are_twice_as_often_while_the_sites_contradict_each_other() -> None:
+    found = planner()
+    drive(found, 100e6, 0.02, 0.03)
+    usual = found.now.pace
+    found.compare(Signs(1000, 490))
+    assert found.decide(SITES) is None, "that may be chance"
+    found.compare(Signs(1000, 430))
+    decision = found.decide(SITES)
+    assert decision is not None
+    assert (decision.pace.every, decision.pace.up) == (Auto().every // 2, usual.up)
+    assert decision.why.startswith(
+        "the sites contradict each other, 46 % of the signs that two of them sent are the same"
+    )
+    found.compare(Signs(1000, 700))
+    assert found.decide(SITES) is None, "54 %: it does not swing"
+    back = planner()
+    back.load(found.state())
+    for one in (found, back):
+        one.compare(Signs(4000, 3000))
+        decision = one.decide(SITES)
+        assert decision is not None, "a restarted server goes on where it was"
+        assert decision.pace == usual
+        assert "contradict" not in decision.why
+
+
+def test_a_few_signs_and_none_say_nothing() -> None:
+    found = planner()
+    drive(found, 100e6, 0.02, 0.03)
+    for signs in (Signs(0, 0), Signs(100, 0), Signs(0, 0), Signs(99, 0)):
+        found.compare(signs)
+        assert found.decide(SITES) is None
+    found.compare(Signs(1, 0))
+    assert found.decide(SITES) is not None
+
+
+def test_sites_that_contradict_each_other_speak_no_more_often_than_their_link_carries() -> None:
+    found = planner()
+    found.compare(Signs(1000, 0))
+    drive(found, 1e6, 0.02, 0.03)
+    slow = planner()
+    drive(slow, 1e6, 0.02, 0.03)
+    assert found.now == slow.now
 
 
 def test_what_comes_down_is_said() -> None:

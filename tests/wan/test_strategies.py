@@ -99,6 +99,7 @@ def test_a_bad_change_names_the_key_and_what_is_allowed(changes: dict[str, Any],
     ("name", "changes", "says"),
     [
         ("baseline", {"resume": "base_and_pending"}, "updates"),
+        ("diloco", {"resume": "base_and_pending(0.5, damped=True)"}, "planner = 'auto'"),
         ("baseline", {"overlap": 2}, "updates"),
         ("baseline", {"combine": "serial"}, "updates"),
         ("baseline", {"weights": "lossaware(bits=8)"}, "updates"),

@@ -72,6 +72,14 @@ def pack_entries(
 @registry.register("sparse", 9, PARAMS, ("entries", "unary_bits", "rice", "width", "values_format"))
 def decode_sparse(payload: Payload, out: Tensor, mode: int) -> None:
     """Low bits of the gaps, their unary part, zeros to a multiple of 8, the body of the values."""
+    indices, values = unpack_entries(payload, out.device)
+    if mode == fixed.STORE:
+        halves.clear(out)
+    select.scatter(indices, values, out, mode)
+
+
+def unpack_entries(payload: Payload, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """The indices of a sparse payload, ascending, and the float32 values at them, on the device."""
     size = struct.calcsize(PARAMS)
     if len(payload.params) < size:
         raise ParamsError(f"sparse: {len(payload.params)} bytes of parameters, expected at least {size}")
@@ -94,11 +102,9 @@ def decode_sparse(payload: Payload, out: Tensor, mode: int) -> None:
     indices = bits.unpack_gaps(low, unary, count, code, n)
     if indices is None or bool(gap.any()):
         raise BodyContentError(f"sparse: the index stream does not hold {count} ascending indices below {n}")
-    values = torch.empty(count, dtype=torch.float32, device=out.device)
+    values = torch.empty(count, dtype=torch.float32, device=payload.body.device if device is None else device)
     registry.decode_into(inner, values, fixed.STORE)
-    if mode == fixed.STORE:
-        halves.clear(out)
-    select.scatter(indices, values, out, mode)
+    return indices, values
 
 
 class Chosen(NamedTuple):

@@ -72,7 +72,7 @@ class Diary:
             seconds,
             closed.base,
         )
-        self.write("round", **round_line(closed))
+        self.write("round", **closed.words())
         if closed.decision is not None:
             pace = closed.decision.pace
             log.info(
@@ -105,16 +105,3 @@ class Diary:
         """Somebody who may not come in."""
         log.warning("a connection was refused: %s", reason)
         self.metrics.refused_connections_total.labels(reason=reason).inc()
-
-
-def round_line(closed: Closed) -> dict[str, Any]:
-    """A round as it stands in the ledger."""
-    return {
-        "version": closed.answer.version,
-        "step": closed.answer.step,
-        "senders": closed.senders,
-        "pushes": [list(push) for push in closed.pushes],
-        "up_bytes": closed.up_bytes,
-        "down_bytes": closed.down_bytes,
-        "base": closed.base,
-    }

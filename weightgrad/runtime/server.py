@@ -25,7 +25,7 @@ from weightgrad.ledger import Ledger
 from weightgrad.runtime import codec_speed, saved
 from weightgrad.runtime.admission import row_difference
 from weightgrad.runtime.credentials import Credentials, Revoked
-from weightgrad.runtime.diary import Diary, round_line
+from weightgrad.runtime.diary import Diary
 from weightgrad.runtime.disk_log import DiskLog
 from weightgrad.runtime.door import Door, House
 from weightgrad.runtime.lanes_server import LaneLimits, LanesServer
@@ -278,7 +278,7 @@ class FieldServer:
             **self._kind_of_run(core.base.layout),
             "digest": self.door.digest,
             "optimizer": self.door.optimizer,
-            "rounds": [round_line(one) for one in closed],
+            "rounds": [one.words() for one in closed],
         }
         saved.write(self._options.state, _NAME, self._number, core.checkpoint(), facts)
         self.metrics.checkpointed(time.monotonic() - began)

@@ -301,17 +301,7 @@ class World:
         if self._accounts is not None:
             self._accounts.taken(closed)
         answer = closed.answer
-        self.ledger.write(
-            "round",
-            self.clock.now,
-            version=answer.version,
-            step=answer.step,
-            senders=closed.senders,
-            pushes=[list(push) for push in closed.pushes],
-            up_bytes=closed.up_bytes,
-            down_bytes=closed.down_bytes,
-            base=closed.base,
-        )
+        self.ledger.write("round", self.clock.now, **closed.words())
         if closed.decision is not None:
             self.ledger.write("pace", self.clock.now, version=answer.version, **closed.decision.words())
         if self._keeps_checkpoints:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from weightgrad.kernels import fixed
 from weightgrad.kernels.noise import derive
 from weightgrad.wan import encoded_snapshot
 from weightgrad.wan.aggregators import Accumulator, Aggregator
+from weightgrad.wan.agreement import Agreement, Signs
 from weightgrad.wan.answer_log import AnswerLog, MemoryLog
 from weightgrad.wan.base import Base
 from weightgrad.wan.consistency import Consistency
@@ -82,6 +84,20 @@ class Closed:
     down_bytes: int  # of the answer, as the site that is sent most of it gets it
     base: str  # digest of the base that the answer made
     decision: Decision | None = None  # a new pace, and why
+    signs: Signs | None = None  # how alike the pushes were, where a planner asks
+
+    def words(self) -> dict[str, Any]:
+        """For a ledger."""
+        told: dict[str, Any] = {
+            "version": self.answer.version,
+            "step": self.answer.step,
+            "senders": self.senders,
+            "pushes": [list(push) for push in self.pushes],
+            "up_bytes": self.up_bytes,
+            "down_bytes": self.down_bytes,
+            "base": self.base,
+        }
+        return told if self.signs is None else {**told, "common": self.signs.common, "same": self.signs.same}
 
 
 @dataclass
@@ -110,6 +126,7 @@ class _Round:
     waiting: list[Push] = field(default_factory=list)  # encoded, until those before them in the order have come
     shares: list[Share] = field(default_factory=list)  # what has been added, to be handed on
     joined: set[str] = field(default_factory=set)  # since it opened: they may have forgotten what they pushed
+    agreement: Agreement | None = None  # where a planner asks
 
 
 class _Asked(Selector):
@@ -271,12 +288,19 @@ class GlobalServer:
             push = current.waiting.pop(0)
             weight, parts = self._weight(push), self._compensated(push)
             current.pushes.add(push.site, parts, weight)
+            if current.agreement is not None:
+                current.agreement.add(parts)
             if self._relays:
                 current.shares.append(Share(push.site, push.round, weight, parts))
             current.rate = push.rate if push.rate is not None else current.rate
 
     def _open(self, number: int, sender: str, now: float, out: Outbox) -> None:
-        self._rounds[number] = _Round(now, self._plan.aggregator.open(self.base.layout.numel, self._room))
+        numel = self.base.layout.numel
+        self._rounds[number] = _Round(
+            now,
+            self._plan.aggregator.open(numel, self._room),
+            agreement=Agreement(numel) if self.planner is not None and self.planner.compares(number) else None,
+        )
         self._room = None
         if self._plan.calls and not self._plan.consistency.alone:
             called = [m for m in self.members.awaited if m.name != sender and m.round < number]
@@ -334,8 +358,11 @@ class GlobalServer:
         shares = tuple(current.shares) if whole and touched else ()
         parts = () if shares else self._encode(moved, touched, number)
         self._room = current.pushes.total
-        decision = None
+        decision, signs = None, None
         if self.planner is not None:
+            if current.agreement is not None:
+                signs = current.agreement.signs()
+                self.planner.compare(signs)
             decision = self.planner.decide([m.name for m in self.members.awaited], relayed=whole)
         answer = Answer(
             self.base.version + 1,
@@ -367,7 +394,7 @@ class GlobalServer:
         down = max((nbytes(one) for one in told.values()), default=0)
         digest = self.base.digest()
         out.closed.append(
-            Closed(answer, sorted(current.senders), current.all, current.up_bytes, down, digest, decision)
+            Closed(answer, sorted(current.senders), current.all, current.up_bytes, down, digest, decision, signs)
         )
 
     def _encode(self, moved: Tensor, touched: list[Stretch], count: int) -> tuple[Part, ...]:

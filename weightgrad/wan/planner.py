@@ -12,6 +12,11 @@ within `reach` steps:
 3. sparser, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
+Before them all, rounds twice as often while the sites contradict each other: when fewer than half of the entries that
+two of them sent have the same sign (see `agreement`), by more than chance would have it. Then each pulls the base its
+own way, and what keeps them together is to hear of each other sooner; more of every push does not help
+(`docs/log.md`).
+
 The overlap is what the slowest answer needs, so several rounds may be on their way at a time. It goes to a slower
 pace as soon as the present one no longer hides, and back only when the faster one would with room to spare, so it
 does not swing; and it slows by a factor of four at most in one round, so that it never starves on a first impression.
@@ -35,6 +40,7 @@ from weightgrad.codecs import ErrorFeedback
 from weightgrad.codecs.sparse import TopK
 from weightgrad.errors import StrategyError
 from weightgrad.units import show_bit_s
+from weightgrad.wan.agreement import Signs
 from weightgrad.wan.pace import Pace, Report
 from weightgrad.wan.parts import check, part
 
@@ -46,6 +52,10 @@ _SLOWER = 4.0  # times fewer bytes, at most, from one pace to the next
 _WINDOW = 9  # rounds of a site that the fit goes by
 _APART = 1.2  # times as large a round must be to tell speed from delay
 _LEAST_S = 1e-9  # a link that takes less says nothing
+_ENOUGH = 200  # pairs of signs over the last rounds looked at, to say anything of them
+_SELDOM = 4  # of so many rounds one is looked at, after the first few: to unpack pushes again costs as much as to add
+_CHANCE = 2.0  # standard errors below one half: sites contradict each other
+_AGREE = 0.6  # of the signs are the same: they no longer do
 _PROBE = 2.5  # times the usual density in the first round: two sizes tell delay and speed apart
 
 
@@ -109,8 +119,10 @@ class Auto:
         """Of that density; 1: everything as it is."""
         return "fp32" if density >= 1 else f"ef(topk({density:g}) > {self.values})"
 
-    def ladder(self) -> Iterator[tuple[int, float]]:
-        """(every, density), the best first."""
+    def ladder(self, *, unlike: bool = False) -> Iterator[tuple[int, float]]:
+        """(every, density), the best first, of sites that are alike or not."""
+        if unlike and self.every > 1:
+            yield self.every // 2, self.density
         yield self.every, self.density
         density = self.density
         while density / 2 >= self.least:
@@ -179,6 +191,8 @@ class Planner:
     looked: int = 0
     others: int | None = None  # whose pushes an answer hands on; None: it has been put together and encoded
     codec_bytes_s: float = CODEC_BYTES_S
+    signs: list[Signs] = field(default_factory=list)  # of the last rounds looked at
+    unlike: bool = False  # the sites contradict each other
 
     def __post_init__(self) -> None:
         self.now = self.auto.first()
@@ -189,6 +203,26 @@ class Planner:
             self.steps[site] = report.step_seconds
         if network_seconds is not None:
             self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0), report.trip_seconds)
+
+    @staticmethod
+    def compares(number: int) -> bool:
+        """Whether it wants to know how alike the pushes of that round are."""
+        return number <= _WINDOW or number % _SELDOM == 0
+
+    def compare(self, signs: Signs) -> None:
+        """How alike the pushes of a round were, that is about to be decided on."""
+        if not signs.common:
+            return
+        self.signs = [*self.signs, signs][-_WINDOW:]
+        common = sum(found.common for found in self.signs)
+        if common >= _ENOUGH:
+            self.unlike = self.agreement < (_AGREE if self.unlike else 0.5 - _CHANCE * 0.5 / math.sqrt(common))
+
+    @property
+    def agreement(self) -> float:
+        """Of the signs that two sites sent in the last rounds, how many are the same."""
+        common = sum(found.common for found in self.signs)
+        return sum(found.same for found in self.signs) / common if common else 1.0
 
     def decide(self, present: list[str], *, relayed: bool = False) -> Decision | None:
         """A new pace for these sites, or None to go on as it is. Called as each round closes, with how it did."""
@@ -231,6 +265,12 @@ class Planner:
             f"a round takes {seconds:.3f} s on the slowest link, {busy:.3f} s of them for its bytes; a step takes "
             f"{step:.3f} s"
         )
+        if every < self.auto.every:
+            how = "contradict each other" if self.agreement < 0.5 else "hardly agree"
+            why = (
+                f"the sites {how}, {100 * self.agreement:.0f} % of the signs that two of them sent are the same: "
+                f"rounds twice as often; {why}"
+            )
         return self._decision(every, density, seconds, step, why)
 
     def _rung(self, lines: Mapping[str, tuple[float, float]], step: float) -> tuple[int, float]:
@@ -238,7 +278,7 @@ class Planner:
         delay = max(delay for delay, _ in lines.values())
         least = self._rate(self.now.pace.every, self.density) / _SLOWER
         reached = []
-        for every, density in self.auto.ladder():
+        for every, density in self.auto.ladder(unlike=self.unlike):
             rate = self._rate(every, density)
             if rate >= least:
                 reached.append((rate, every, density))
@@ -296,6 +336,8 @@ class Planner:
             "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
             "looked": torch.tensor(self.looked),
             "relayed": torch.tensor(self.now.relayed),
+            "unlike": torch.tensor(self.unlike),
+            "signs": torch.tensor(self.signs, dtype=torch.int64),
         }
         for name, seconds in self.steps.items():
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
@@ -309,6 +351,8 @@ class Planner:
         every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
         self.now = Decision(Pace(int(every), int(overlap), up), down, why, bool(state["relayed"]))
         self.looked = int(state["looked"])
+        self.unlike = bool(state["unlike"])
+        self.signs = [Signs(int(common), int(same)) for common, same in state["signs"].tolist()]
         own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
         self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
         self.links = {}

@@ -4,7 +4,9 @@ After each local step the driver calls `stepped`; before each it calls `settle`,
 answers that have come, and asks `blocked`. The model the site trains on is `model`, one flat vector:
 with strategies that share gradients it is the base itself, otherwise it is
 
-    model = base + what is in flight + what was done since the last round (+ a share of what is held, by `resume`).
+    model = base + what is in flight + what was done since the last round (+ what is held),
+
+of what is in flight and of what is held as much as `resume` says.
 
 Conservation: what was taken by the server + in flight + held + done since = all local updates.
 
@@ -135,6 +137,11 @@ class SiteEnd:
         return self.plan.overlap if self.pace is None else self.pace.overlap
 
     @property
+    def _rounds_under_way(self) -> int:
+        """At a time, by the pace; without one it is not asked for."""
+        return 1 if self.pace is None else max(1, -(-self.pace.overlap // self.pace.every))
+
+    @property
     def up(self) -> Codec:
         """The codec it speaks with now."""
         return self.plan.up if self.pace is None else codecs.parse(self.pace.up)
@@ -219,13 +226,22 @@ class SiteEnd:
             self._previous.copy_(self.model)
 
     def _mark_place(self) -> None:
-        """The base, what is in flight, and as much of what is held as `resume` says."""
+        """The base, and as much of what is in flight and of what is held as `resume` says."""
+        flying, share = self.plan.resume.flight_share(self._rounds_under_way), self.plan.resume.pending_share
+        if flying < 1:  # scaled as one: as many passes over memory as without
+            torch.mul(self.pending.held, share / flying, out=self._mark)
+            self._add_flights()
+            torch.add(self.base.vector, self._mark, alpha=flying, out=self._mark)
+            return
         self._mark.copy_(self.base.vector)
+        self._add_flights()
+        if share:
+            self._mark.add_(self.pending.held, alpha=share)
+
+    def _add_flights(self) -> None:
         for flight in self._flights:
             for part in flight.push.parts:
                 part.into(self._mark, fixed.ADD)
-        if share := self.plan.resume.pending_share:
-            self._mark.add_(self.pending.held, alpha=share)
 
     # -- after a step -----------------------------------------------------------------------
 
@@ -272,9 +288,7 @@ class SiteEnd:
     @property
     def _lets_go(self) -> bool:
         """Whether what a push holds back leaves the model with it, and not only when the answer comes."""
-        plan, resume = self.plan, self.plan.resume
-        from_base = not plan.shares_gradients and not resume.own_share and resume.pending_share < 1
-        return from_base and self.overlap > 0
+        return self.plan.resume.lets_go and not self.plan.shares_gradients and self.overlap > 0
 
     def finish(self, now: float) -> list[Message]:
         """Training is over: send all that is pending."""

@@ -145,6 +145,8 @@ class Strategy:
             raise StrategyError(f"planner {self.planner!r} needs shares = 'updates' and consistency = 'sync'")
         if (self.auto is not None) != (self.trigger.partition("(")[0] == "paced"):
             raise StrategyError(f"planner {self.planner!r} with trigger {self.trigger!r}: auto and paced go together")
+        if self.auto is None and parts.parse("resume", self.resume).flight_share(2) < 1:
+            raise StrategyError(f"resume {self.resume!r}: damped goes by the pace, so it needs planner = 'auto'")
         if parts.parse("consistency", self.consistency).alone and parts.call("", self.aggregator)[0] in _OF_MANY:
             raise StrategyError(
                 f"aggregator {self.aggregator!r} compares the pushes of a round, but with {self.consistency!r} each "
@@ -410,7 +412,7 @@ TABLE = _table(
         planner="auto()",
         up="ef(topk(0.01) > sign())",
         down="ef(topk(0.02) > sign())",
-        resume="base_and_pending(0.25)",
+        resume="base_and_pending(0.25, damped=True)",
         relay=3,
         flush="none",
     ),
