@@ -16,17 +16,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weightgrad.errors import StrategyError
+from weightgrad.runtime import gloo_threads
 
 
 class Lan:
     """This process among the workers of its site; alone when it was not started by torchrun."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 1800.0) -> None:
-        if group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        ours = group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+        if ours:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             _gather(backend, timedelta(seconds=timeout))
-            atexit.register(_part)
         self._here = dist.is_available() and dist.is_initialized()
+        if self._here:
+            atexit.register(_part, ours)
         self._group = group
         self.rank: int = dist.get_rank(group) if self._here else 0
         self.size: int = dist.get_world_size(group) if self._here else 1
@@ -147,10 +150,11 @@ def _gather(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _part() -> None:
+def _part(ours: bool) -> None:
     """At the very end: a process that exits while Gloo's threads run may abort, and torchrun would start it again."""
-    if dist.is_initialized():
+    if ours and dist.is_initialized():
         dist.destroy_process_group()
+    gloo_threads.until_quiet()
 
 
 def _speaks_cpu(group: dist.ProcessGroup | None) -> bool:
