@@ -134,10 +134,31 @@ def test_a_late_push_joins_the_round_that_is_open() -> None:
     out = one.receive(push("b", 1, noise(2)), 0.0)
     assert out.closed[0].senders == ["a", "b"]
     assert to(out, "c"), "the late site hears of it too"
-    assert not one.receive(push("c", 1, noise(3)), 0.0).closed
-    out = one.receive(push("a", 2), 0.0)
-    assert out.closed[0].answer.taken == {"a": 2, "c": 1}
-    torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 2 + noise(3) / 2)
+    assert not one.receive(push("c", 1, noise(3), seen=0), 0.0).closed
+    assert not one.receive(push("a", 2), 0.0).closed, "a round with what is late waits for as many of its own"
+    out = one.receive(push("b", 2), 0.0)
+    assert out.closed[0].answer.taken == {"a": 2, "b": 2, "c": 1}
+    torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 2 + noise(3) / 3)
+
+
+def test_who_was_late_once_is_not_late_for_ever() -> None:
+    """Its rounds are numbered behind the others', but it has seen the base that they have."""
+    one = server(consistency="backup(1)")
+    for site, number, seen in (("a", 1, 0), ("b", 1, 0), ("c", 1, 0), ("a", 2, 1), ("b", 2, 1)):
+        one.receive(push(site, number, seen=seen), 0.0)
+    assert not one.receive(push("c", 2, seen=2), 0.0).closed
+    (closed,) = one.receive(push("a", 3, seen=2), 0.0).closed
+    assert closed.senders == ["a", "c"]
+
+
+def test_nobody_waits_for_a_site_that_waits_itself() -> None:
+    """The late one cannot push again before it is answered, and the others have finished."""
+    one = server(consistency="backup(1)")
+    one.receive(push("a", 1), 0.0)
+    assert one.receive(push("b", 1), 0.0).closed
+    assert not one.receive(push("c", 1, seen=0), 0.0).closed
+    assert not one.receive(Leave("a"), 0.0).closed
+    assert one.receive(Leave("b"), 0.0).closed
 
 
 def test_backup_waits_for_the_last_site_when_there_are_no_others() -> None:

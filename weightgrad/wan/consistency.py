@@ -3,8 +3,9 @@
 `sync`: a round closes when every site has pushed; a site waits for the answer. `bounded(s)`: the same
 rounds, but a site may be up to s of them ahead of the answers it has; so what it computes on at round
 c contains every site's updates of rounds <= c-s-1, and its own. bounded(0) is sync. `backup(b)`: a round
-closes when all but b have pushed; what comes late goes into the next one, it is not dropped. `async_`:
-each push is a version of its own, nobody waits; stale pushes can be weighted down or compensated.
+closes when all but b have pushed for it; what comes late goes into the next one, which waits for as many of
+its own all the same (Chen et al. drop it). `async_`: each push is a version of its own, nobody waits;
+stale pushes can be weighted down or compensated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The global server as a state machine: messages and the time in, messages and the next wake-up out.
 
-A round opens with its first push. It closes when every awaited site has pushed (less what `backup`
-allows), in order. Closing aggregates, encodes the result with the server's own error feedback, moves
+A round opens with its first push. It closes when every awaited site has pushed, or, with `backup(b)`, all but b of
+them for this very round, in order. Closing aggregates, encodes the result with the server's own error feedback, moves
 the server's base by what it decoded itself, and answers every site. Deadlines: a site missing `t_local`
 seconds after a round opened holds the others back; after `t_global` it is lost and the round closes
 without it. A push is taken once, by (site, round); one that comes after its round has closed goes into
@@ -119,6 +119,7 @@ class _Round:
     rate: float | None = None
     up_bytes: int = 0
     senders: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)  # senders of nothing but what an earlier round closed without
     taken: dict[str, int] = field(default_factory=dict)
     all: list[tuple[str, int]] = field(default_factory=list)
     reported: bool = False
@@ -258,6 +259,8 @@ class GlobalServer:
         current.step = max(current.step, push.step)
         current.up_bytes += size
         current.senders.add(push.site)
+        if push.round < number and push.seen < self.base.version:
+            current.late.add(push.site)
         current.taken[push.site] = push.round
         current.all.append((push.site, push.round))
         member.round = push.round
@@ -341,10 +344,14 @@ class GlobalServer:
     def _complete(self, current: _Round) -> bool:
         if self._plan.consistency.alone:
             return True
-        awaited = self.members.awaited
-        missing = [m for m in awaited if m.name not in current.senders]
+        awaited = [m.name for m in self.members.awaited]
+        missing = [name for name in awaited if name not in current.senders]
+        if not missing:
+            return True
+        # What is late comes along, but the round waits for as many of its own: else it would close with less of
+        # them, leave more of them late, and so on.
         allowed = self._plan.consistency.missing if len(awaited) > self._plan.consistency.missing else 0
-        return len(missing) <= allowed
+        return len(missing) + sum(name in current.late for name in awaited) <= allowed
 
     def _close(self, number: int, now: float, out: Outbox) -> None:
         current = self._rounds.pop(number)
