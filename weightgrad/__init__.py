@@ -3,7 +3,7 @@
     import weightgrad as wg
 
     site = wg.join("gs.example.net:7443", site="virginia", credentials="certs/")
-    model, optimizer = site.prepare(model, optimizer, strategy="weightgrad")
+    model, optimizer = site.prepare(model, optimizer, strategy="auto")
     for x, y in loader:
         loss_fn(model(x), y).backward()
         optimizer.step()

@@ -163,7 +163,7 @@ def test_settings_make_what_is_not_there_and_replace_what_is() -> None:
     short = again.with_settings(["strategy=diloco", "strategy.every=20"])
     assert short.strategy == StrategyChoice("diloco", {"every": 20}), "as the README has it"
     default = Recipe.parse(TEXT.replace("strategy: gaia\n", ""))
-    assert default.with_settings(["strategy.every=2"]).strategy == StrategyChoice("weightgrad", {"every": 2})
+    assert default.with_settings(["strategy.every=2"]).strategy == StrategyChoice("auto", {"every": 2})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_bad_setting_is_named(setting: str, says: str) -> None:
 DEFAULTS = {
     ("", "name"): "the file's name",
     ("", "lan"): "1 Gbit/s, 0.1 ms",
-    ("", "strategy"): "weightgrad",
+    ("", "strategy"): "auto",
     ("", "faults"): "none",
     ("compute", "stragglers"): "none",
     ("lan", "bandwidth_bit_s"): "1 Gbit/s",

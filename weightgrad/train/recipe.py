@@ -52,7 +52,7 @@ class Recipe(Part):
     )
     compute: Compute = Field(description="a mapping, e.g. {seconds_per_step: 0.03}")
     strategy: Strategy = Field(
-        default=StrategyChoice("weightgrad"), description="a name, e.g. diloco, or {name: diloco, every: 50}"
+        default=StrategyChoice("auto"), description="a name, e.g. diloco, or {name: diloco, every: 50}"
     )
     faults: tuple[AnyFault, ...] = Field(
         default=(), description="a list of e.g. {at: 10 s, cut: [ohio, virginia], for: 5 s}"
