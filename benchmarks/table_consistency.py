@@ -164,9 +164,9 @@ MEASURED = [
     f"and each site {NOW_AND_THEN} times that in {100 * OFTEN:.0f} % of its steps; links are 1 Gbit/s and 10 ms, fast "
     "enough for the bytes not to matter. Async answers every push to every site, so its bytes grow with the sites.",
     "Between sites, not between the workers of one. Every site makes the same number of steps, so a run is over when "
-    "the slowest is done: compare the seconds to accuracy, not those of whole runs. A constant learning rate: a "
-    "schedule by steps would favour whoever is behind. Backup: what comes late goes into the next round, while Chen "
-    "et al. drop it. Async: a push moves the base by its share, 1/n, of a step.",
+    "the slowest is done: compare the seconds to accuracy, not those of whole runs. With backup the steps are the "
+    "server's: a late site goes on where the others are, and what it has goes into the next round, while Chen et al. "
+    "drop it. A constant learning rate: a schedule by steps would favour whoever is behind. Async: a push moves the base by its share, 1/n, of a step.",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from weightgrad import ledger
-from weightgrad.sim.plan import Fault, WorldPlan
+from weightgrad.sim.compute import Compute, Straggler
+from weightgrad.sim.lan import Lan
+from weightgrad.sim.links import Link
+from weightgrad.sim.plan import Fault, SitePlace, WorldPlan
 from weightgrad.sim.world import World
 from weightgrad.wan.strategies import TABLE
 
-from .toy import Toy, assert_one_base, plan, run
+from .toy import Toy, assert_finished_with_one_base, assert_one_base, plan, run
 
 
 def large_batch(made: WorldPlan, **options: float) -> torch.Tensor:
@@ -135,6 +139,24 @@ def test_a_slower_link_takes_longer_and_overlap_hides_it(tmp_path: Path) -> None
         waits[name] = (world.clock.now, sum(s.times.waiting for s in world.sites))
     assert waits["overlapped"][0] < waits["sync"][0]
     assert waits["overlapped"][1] < waits["sync"][1]
+
+
+def test_with_backup_sites_a_slow_one_holds_nobody_up_and_does_not_do_the_others_steps_again(tmp_path: Path) -> None:
+    """It ends with them, after as many rounds as steps, though it has taken part in a few only."""
+    slow = Compute(0.01, 0.1, (Straggler(8.0, site="site-0"),))
+    places = tuple(SitePlace(f"site-{i}", 2, Lan(1e9, 1e-4), slow) for i in range(3))
+    links = tuple(Link(("hub", f"site-{i}"), 1e8, 0.001) for i in range(3))
+    steps, lasted = {}, {}
+    for consistency in ("sync", "backup(1)"):
+        world, book = run(tmp_path, replace(plan(changes={"consistency": consistency}), sites=places, links=links))
+        assert_finished_with_one_base(world)
+        steps[consistency] = [sum(e["kind"] == "step" and e["site"] == s.name for e in book) for s in places]
+        lasted[consistency] = world.clock.now
+        assert all(one.end.step == 40 for one in world.sites)
+    assert steps["sync"] == [40, 40, 40]
+    assert steps["backup(1)"][0] <= 8
+    assert steps["backup(1)"][1:] == [40, 40]
+    assert lasted["backup(1)"] < lasted["sync"] / 4
 
 
 def test_stall_rule_releases_no_weights_after_t_without_news(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
 rounds, but a site may be up to s of them ahead of the answers it has; so what it computes on at round
 c contains every site's updates of rounds <= c-s-1, and its own. bounded(0) is sync. `backup(b)`: a round
 closes when all but b have pushed for it; what comes late goes into the next one, which waits for as many of
-its own all the same (Chen et al. drop it). `async_`: each push is a version of its own, nobody waits;
-stale pushes can be weighted down or compensated.
+its own all the same (Chen et al. drop it), and the late site goes on at the step where the others are.
+`async_`: each push is a version of its own, nobody waits; stale pushes can be weighted down or compensated.
 """
 
 from __future__ import annotations

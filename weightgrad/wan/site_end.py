@@ -202,6 +202,8 @@ class SiteEnd:
             self.pace = answer.pace
         own = answer.taken.get(self.name, -1)
         self._flights = [f for f in self._flights if f.push.round > own]
+        if self.plan.consistency.missing:  # the others have gone on without it: it does not do their steps again
+            self._go_to((answer.step, self._round))
         if fresh is not None:
             self._place(fresh, answer)
 
