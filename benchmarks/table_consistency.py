@@ -166,7 +166,8 @@ MEASURED = [
     "Between sites, not between the workers of one. Every site makes the same number of steps, so a run is over when "
     "the slowest is done: compare the seconds to accuracy, not those of whole runs. With backup the steps are the "
     "server's: a late site goes on where the others are, and what it has goes into the next round, while Chen et al. "
-    "drop it. A constant learning rate: a schedule by steps would favour whoever is behind. Async: a push moves the base by its share, 1/n, of a step.",
+    "drop it. A constant learning rate: a schedule by steps would favour whoever is behind. Async: a push moves the "
+    "base by its share, 1/n, of a step.",
 ]
 
 
