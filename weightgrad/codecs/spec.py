@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TypeVar
 
 from weightgrad.codecs.codec import Codec, Stage
@@ -78,6 +79,7 @@ def parse(spec: str) -> Codec:
         raise SpecError("the codec spec is nested too deeply") from None
 
 
+@lru_cache(maxsize=64)  # codecs do not change; `auto` asks for the same two at every round
 def _read(spec: str) -> Codec:
     try:
         tree = ast.parse(spec.strip(), mode="eval")
