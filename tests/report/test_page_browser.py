@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,18 +12,16 @@ import pytest
 from weightgrad.report import comparison, page, runs
 
 from . import fake_runs
+from .browser import browser
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on the PATH to open the report with")
 CHARTS = {"accuracy", "loss", "timeline", "speedup", "sites", "links"}
 
 
 def opened(file: Path, profile: Path, *, dark: bool = False) -> str:
     """The page as it is after its scripts have run."""
-    assert BROWSER is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=1200,3000"]
     flags += [f"--user-data-dir={profile}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
-    command = [BROWSER, *flags, "--virtual-time-budget=4000", "--dump-dom", file.as_uri()]
+    command = [browser(), *flags, "--virtual-time-budget=4000", "--dump-dom", file.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 

@@ -290,7 +290,7 @@ class Site:
         self._check_optimizer()
         if self._keeper is not None:
             self._keeper.beside.look()
-        gradient = self._crew.step(self.steps)
+        gradient, before = self._crew.step(self.steps), self.steps
         self.steps += 1
         moved = gradient is not None
         if self._end is not None and self._wan is not None:
@@ -303,7 +303,7 @@ class Site:
             self._average_buffers()
         self._crew.show()
         self._bridge.drop_gradients()
-        if self._keeper is not None and self.steps % self._every == 0:
+        if self._keeper is not None and self.steps // self._every > before // self._every:  # a late site may leap
             self._keeper.write(self.steps)
 
     def _check_optimizer(self) -> None:
