@@ -349,8 +349,8 @@ class GlobalServer:
         if not missing:
             return True
         # What is late comes along, but the round waits for as many of its own: else it would close with less of
-        # them, leave more of them late, and so on.
-        allowed = self._plan.consistency.missing if len(awaited) > self._plan.consistency.missing else 0
+        # them, leave more of them late, and so on. Those that have finished wait for nobody either.
+        allowed = min(self._plan.consistency.missing, len(self.members.listening) - 1)
         return len(missing) + sum(name in current.late for name in awaited) <= allowed
 
     def _close(self, number: int, now: float, out: Outbox) -> None:
