@@ -293,3 +293,28 @@ def test_a_cut_in_the_middle_of_a_slow_start() -> None:
     net.fault(2.3, 0, 1.0)
     net.go()
     assert 2.3 < net.arrived["one"] < 4.0
+
+
+def test_the_clock_moves_however_little_a_window_has_left() -> None:
+    """Late in a run a few millionths of a byte take less time than a float of it can tell."""
+    net = Links("hub", [link(rate=1000 * MB, delay=0.1)], None)
+    now = 1e5
+    net.send(now, "a", "hub", 10**9, lambda: None)
+    window = net._windows[0, True]
+    window.left = 2e-6
+    assert now + window.left / (1000 * MB / 8) == now
+    due = net.next_event(now)
+    assert due > now
+    net.run(due)
+    assert window.shut
+
+
+@given(st.floats(0, 1e8), st.floats(1e6, 1e10), st.floats(1e-3, 0.5), st.integers(1, 10**8))
+@settings(deadline=None)
+def test_a_message_arrives_after_a_few_events_whenever_it_is_sent(at: float, rate: float, delay: float, n: int) -> None:
+    net = Net(link(rate=rate, delay=delay), windows=True)
+    net.send(at, "one", "a", "hub", n)
+    for _ in range(200):
+        if not net.clock.step():
+            break
+    assert "one" in net.arrived

@@ -213,7 +213,8 @@ class Links:
             if window is not None and window.shut:
                 due = min(due, max(now, window.until))
             elif window is not None and window.left < math.inf and speed.get(lane, 0.0) > 0:
-                due = min(due, now + window.left / speed[lane])
+                later = math.nextafter(now, math.inf)  # or what is left may be too little for the clock to move
+                due = min(due, max(later, now + window.left / speed[lane]))
         return due
 
     def _speeds(self) -> dict[tuple[int, bool], float]:
