@@ -11,6 +11,7 @@ best accuracy so far first passes it; so are the bytes that were sent until then
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,16 @@ KEYS = (
     *("strategy", "accuracy_mean", "accuracy_std", "virtual_seconds", "speedup_to_accuracy"),
     *("wan_bytes", "wan_ratio", "lan_bytes", "waiting_share"),
 )
+
+
+def is_ours(strategy: str) -> bool:
+    """Whether it is: auto, weightgrad, weightgrad-serial, with whatever settings."""
+    return re.match(r"(auto|weightgrad)\b", strategy) is not None
+
+
+def foremost(names: Iterable[str]) -> str | None:
+    """The one of ours that stands out: auto before weightgrad, a plain row before a changed one."""
+    return min(filter(is_ours, names), key=len, default=None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Literal
 from rich.markup import escape
 from rich.table import Table
 
-from weightgrad.report.comparison import SHARE_OF_BASELINE, Comparison, Row
+from weightgrad.report.comparison import SHARE_OF_BASELINE, Comparison, Row, is_ours
 from weightgrad.report.figures import NONE, bytes_text, percent_text, ratio_text, seconds_text
 from weightgrad.report.runs import Run
 
@@ -98,7 +98,7 @@ def table(comparison: Comparison, width: int) -> Table:
             header, justify=justify, no_wrap=place > 0, overflow="fold", vertical="bottom", header_style="dim"
         )
     for row, texts in zip(comparison.rows, rows, strict=True):
-        bold = "bold" if row.strategy.startswith("weightgrad") else None
+        bold = "bold" if is_ours(row.strategy) else None
         made.add_row(*(escape(cell) for cell in texts[:shown]), style=bold)
     return made
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple, TypeAlias
 
+from weightgrad.report.comparison import foremost, is_ours
 from weightgrad.report.page_charts import accuracy
 from weightgrad.report.runs import Run
 
@@ -112,10 +113,10 @@ def apart(heights: Sequence[float], gap: float, bottom: float) -> list[float]:
 
 def _drawn(lines: Mapping[str, list[Point]], x: Scale, y: Scale) -> list[str]:
     """The lines, and their names at the right without overlap."""
-    parts, names = [], []
+    parts, names, first = [], [], foremost(lines)
     for place, (name, points) in enumerate(lines.items()):
-        ours = name == "weightgrad"
-        color = _OURS if ours else _COLORS[place % len(_COLORS)]
+        ours = is_ours(name)
+        color = _OURS if name == first else _COLORS[place % len(_COLORS)]
         if any(point.least < point.greatest for point in points):
             around = [(p.t, p.greatest) for p in points] + [(p.t, p.least) for p in reversed(points)]
             parts.append(f'<polygon points="{_path(around, x, y).translate(_CORNERS)}" fill="{color}" opacity="0.15"/>')

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
-from weightgrad.report.comparison import Comparison, Row, compare, differing
+from weightgrad.report.comparison import Comparison, Row, compare, differing, is_ours
 from weightgrad.report.comparison_table import HEADERS, cells, notes, seeds_text
 from weightgrad.report.figures import bytes_text, percent_text, ratio_text, seconds_text
-from weightgrad.report.page_charts import charts, is_weightgrad
+from weightgrad.report.page_charts import charts
 from weightgrad.report.page_paces import paces
 from weightgrad.report.runs import Run
 from weightgrad.train.digits import require
@@ -57,15 +57,15 @@ def _tile(value: str, what: str, *, ours: bool = False) -> str:
 
 
 def _shown_row(comparison: Comparison) -> Row:
-    """The row the page opens with: weightgrad, or else the fastest that is not the reference."""
+    """The row the page opens with: the fastest of ours, or else the fastest that is not the reference."""
     others = [row for row in comparison.rows if row.strategy != comparison.reference] or list(comparison.rows)
-    ours = [row for row in others if is_weightgrad(row.strategy)]
+    ours = [row for row in others if is_ours(row.strategy)]
     return max(ours or others, key=lambda row: (row.speedup_to_accuracy or 0, row.wan_ratio or 0))
 
 
 def _tiles(comparison: Comparison) -> str:
     row, reference = _shown_row(comparison), comparison.reference
-    ours = is_weightgrad(row.strategy)
+    ours = is_ours(row.strategy)
     if row.strategy == reference:
         made = [
             _tile(f"{percent_text(row.accuracy_mean)} %", "test accuracy", ours=ours),
@@ -95,7 +95,7 @@ def _summary(comparison: Comparison) -> str:
     body = []
     for place, row in enumerate(comparison.rows):
         first, *rest = (*cells(row, comparison.reference), *(column[place] for _, column in extra))
-        ours = " class='ours'" if is_weightgrad(row.strategy) else ""
+        ours = " class='ours'" if is_ours(row.strategy) else ""
         body.append(
             f"<tr{ours}><th scope='row'>{html.escape(first)}</th>"
             + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import bisect
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weightgrad.report.comparison import BASELINE, Comparison
+from weightgrad.report.comparison import BASELINE, Comparison, foremost, is_ours
 from weightgrad.report.comparison_table import speedup_text
 from weightgrad.report.figures import bytes_text
 from weightgrad.report.runs import Line, Run
@@ -31,19 +30,14 @@ _ENDS = {"cut": "heal", "slow": "heal", "kill": "return", "leave": "join"}
 Groups = Mapping[str, Sequence[Run]]
 
 
-def is_weightgrad(strategy: str) -> bool:
-    """Whether it is ours: weightgrad, weightgrad-serial, with whatever settings."""
-    return re.match(r"weightgrad\b", strategy) is not None
-
-
 def styles(names: Iterable[str]) -> list[dict[str, Any]]:
-    """A color and a mark for each strategy: grey for the baseline, the accent for weightgrad."""
+    """A color and a mark for each strategy: grey for the baseline, the accent for the foremost of ours."""
     made: list[dict[str, Any]] = []
     names = list(names)
     others = 0
-    first = min((name for name in names if is_weightgrad(name)), key=len, default=None)  # plain before changed
+    first = foremost(names)
     for place, name in enumerate(names):
-        ours = is_weightgrad(name)
+        ours = is_ours(name)
         dash = "solid"
         if name == BASELINE:
             color, dash = "--neutral", "dash"
