@@ -156,9 +156,20 @@ def test_nobody_waits_for_a_site_that_waits_itself() -> None:
     one = server(consistency="backup(1)")
     one.receive(push("a", 1), 0.0)
     assert one.receive(push("b", 1), 0.0).closed
-    assert not one.receive(push("c", 1, seen=0), 0.0).closed
+    assert not one.receive(push("c", 1, noise(3), seen=0), 0.0).closed
     assert not one.receive(Leave("a"), 0.0).closed
+    before = moved(one).clone()
     assert one.receive(Leave("b"), 0.0).closed
+    torch.testing.assert_close(moved(one) - before, noise(3) / 3, msg="one of three, though the others have gone")
+
+
+def test_who_has_finished_does_not_wait_for_a_late_one() -> None:
+    one = server(sites="ab", consistency="backup(1)")
+    one.receive(push("a", 1, noise(1)), 0.0)
+    assert one.receive(push("a", 2, final=True), 0.0).closed
+    out = one.receive(push("b", 1, noise(2), seen=0), 0.0)
+    assert out.closed
+    torch.testing.assert_close(moved(one), noise(1) + noise(2) / 2)
 
 
 def test_backup_waits_for_the_last_site_when_there_are_no_others() -> None:

@@ -359,6 +359,9 @@ class GlobalServer:
         if self._plan.consistency.alone:
             awaited = max(1, len(self.members.listening))
             current.pushes.weight = float(awaited)  # one of so many: a push moves the base by its share
+        elif self._plan.consistency.missing and current.late == current.senders:
+            # Nothing of its own: the others have finished, and what came after them has no more than its share.
+            current.pushes.weight = max(current.pushes.weight, float(len(self.members.by_name)))
         touched = current.pushes.stretches()
         moved = self._plan.aggregator.close(current.pushes, self._memory)
         whole = self._relays and len(current.shares) == len(current.all)  # else some came when there were others
