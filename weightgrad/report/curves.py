@@ -20,6 +20,8 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 56, 150, 48, 48
 _LETTER = 7.6  # of a name, on average
 _COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933")
 _OURS, _PLAIN = "#d55e00", "#777777"
+_DASHED = ' stroke-dasharray="5 4"'
+_DASHES = ("", ' stroke-dasharray="2 3"', ' stroke-dasharray="8 3"')
 NAME_GAP = 14  # between two names, one above the other
 _CORNERS = str.maketrans("", "", "ML")  # of a path, to make it a polygon
 _STYLE = """
@@ -115,15 +117,14 @@ def apart(heights: Sequence[float], gap: float, bottom: float) -> list[float]:
 def _drawn(lines: Mapping[str, list[Point]], x: Scale, y: Scale) -> list[str]:
     """The lines, and their names at the right without overlap."""
     parts, names, first = [], [], foremost(lines)
-    colors = {BASELINE: _PLAIN} | ({first: _OURS} if first is not None else {})
-    others = itertools.cycle(_COLORS)
+    known = {BASELINE: (_DASHED, _PLAIN), first: ("", _OURS)}
+    others = itertools.cycle(itertools.product(_DASHES, _COLORS))  # the same colors again, in other dashes
     for name, points in lines.items():
-        ours, color = is_ours(name), colors.get(name) or next(others)
+        ours, (dash, color) = is_ours(name), known.get(name) or next(others)
         if any(point.least < point.greatest for point in points):
             around = [(p.t, p.greatest) for p in points] + [(p.t, p.least) for p in reversed(points)]
             parts.append(f'<polygon points="{_path(around, x, y).translate(_CORNERS)}" fill="{color}" opacity="0.15"/>')
         path = _path([(p.t, p.accuracy) for p in points], x, y)
-        dash = ' stroke-dasharray="5 4"' if name == BASELINE else ""
         parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{3.2 if ours else 1.6}"{dash}/>')
         names.append((y(points[-1].accuracy), x(points[-1].t), name, color, ours))
     names.sort()
