@@ -86,21 +86,6 @@ def test_every_row_gives_the_simulators_bits(name: str, tmp_path: Path) -> None:
             assert torch.equal(slot.of(hub.core.base.vector), wanted[slot.name]), slot.name
 
 
-def test_with_a_backup_a_site_that_stalls_holds_nobody_up_and_goes_on_where_the_others_are() -> None:
-    recipe = recipe_of("baseline, consistency: backup(1)")
-    with Hub(recipe) as hub:
-        west = Runner(recipe, "west", hub.address, to=4)
-        east = Runner(recipe, "east", hub.address)
-        hub.until(lambda: east.site._left)
-        assert west.site.steps == 4
-        west.limit = 5  # of a step that the others have long done
-        hub.until(reached(west, STEPS))
-        finish(west)
-        taken = hub.core.members.by_name["west"].taken
-        assert taken <= 6, "four rounds and the late one; the last says that it is done"
-        assert_agree(hub, east, west)
-
-
 # -- coming late, leaving early -----------------------------------------------------------------
 
 
