@@ -1,8 +1,8 @@
 """Builds the native kernels into the wheel; everything else is in pyproject.toml.
 
-Without a C compiler the wheel is pure Python: the library is then compiled on first use if it
-can be, and otherwise the torch twins work. The library has a plain C ABI, so one wheel serves
-every Python 3 of a platform.
+Without a C compiler the wheel is pure Python: the kernels are then compiled on first use if there is a compiler, and
+otherwise the reference implementations in torch do the work. The kernels have a plain C ABI, so one wheel serves every
+Python 3 of a platform.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ class BuildWithKernels(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for this platform and any Python 3, if it holds the library."""
+    """A wheel for this platform and any Python 3, if it contains the compiled kernels."""
 
     def finalize_options(self):
         super().finalize_options()

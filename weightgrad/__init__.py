@@ -1,35 +1,35 @@
-"""WeightGrad: one neural network, trained on data in several data centers.
+"""WeightGrad trains one neural network on data that lives in several data centers.
 
     import weightgrad as wg
 
-    site = wg.join("gs.example.net:7443", site="virginia", credentials="certs/")
-    model, optimizer = site.prepare(model, optimizer, strategy="auto")
-    for x, y in loader:
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    site.leave()
+    with wg.join("gs.example.net:7443", site="virginia", credentials="certs/") as site:
+        model, optimizer = site.prepare(model, optimizer, strategy="auto")
+        for x, y in loader:
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-`codecs` turns tensors into few bytes and back, `wire` puts them into checked frames, `kernels` does the work.
+`codecs` encodes tensors in few bytes, `wire` puts the bytes into checked frames, and `kernels` has the hot loops.
 """
 
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from weightgrad import codecs, errors, kernels, wire
 from weightgrad.errors import WeightGradError
 
 if TYPE_CHECKING:
-    from weightgrad.runtime.site import Site, join
+    from weightgrad.runtime.session import Site, join
 
-__version__ = "0.1.0"
+__version__ = importlib.metadata.version("weightgrad")
 
 __all__ = ["Site", "WeightGradError", "__version__", "codecs", "errors", "join", "kernels", "wire"]
 
 
 def __getattr__(name: str) -> Any:
-    """`join` and `Site` are loaded when they are asked for: gRPC takes a while to import."""
+    """Load `join` and `Site` on first use: importing gRPC takes a while."""
     if name in ("Site", "join"):
-        from weightgrad.runtime import site
+        from weightgrad.runtime import session
 
-        return getattr(site, name)
+        return getattr(session, name)
     raise AttributeError(f"module 'weightgrad' has no attribute {name!r}")

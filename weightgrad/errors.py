@@ -27,7 +27,7 @@
     ├── StrategyError             a row of parts that do not fit together
     ├── ProtocolError             a message that no honest peer would send now
     ├── RunError                  a run directory that is missing, damaged or of another recipe
-    ├── SavedStateError           a checkpoint that is damaged, of another model, or cannot be written
+    ├── CheckpointError           a checkpoint that is damaged, of another model, or cannot be written
     ├── CredentialsError          certificates that are missing, expired, revoked or of somebody else
     ├── RefusedError              the global server does not let this site in, and says why
     ├── LinkError                 the global server cannot be reached
@@ -154,7 +154,7 @@ class DataError(WeightGradError, RuntimeError):
     """A data set that is missing, damaged or unreachable."""
 
 
-class SavedStateError(WeightGradError, RuntimeError):
+class CheckpointError(WeightGradError, RuntimeError):
     """A checkpoint that is damaged, of another model, or cannot be written."""
 
 

@@ -61,7 +61,7 @@ def show_seconds(value: float) -> str:
 
 
 def _read(value: object, units: dict[str, str], what: str, example: str) -> Decimal:
-    """The value in the base unit; decimal arithmetic, so that "31 ms" is the float nearest to 0.031."""
+    """The value in the global model unit; decimal arithmetic, so that "31 ms" is the float nearest to 0.031."""
     allowed = f"write a number and one of {', '.join(units)}, e.g. {example}"
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value)

@@ -1,4 +1,4 @@
-"""The benchmarks are scripts in one flat directory, which import each other by their plain names."""
+"""The benchmarks are scripts, which import each other by their names in the directory `benchmarks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rivals' arena: one rival and one row of ours for real over a small line, and the parts that need no network."""
+"""The rivals: one rival and one strategy of WeightGrad as real processes, and everything that needs no network."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from rivals import arena
+from rivals import emulated_run
 from rivals.outcome import Outcome, mean_step
-from rivals.paced_pass import PacedPass
+from rivals.report import Found, document
 from rivals.run import network, run_cell
-from rivals.sheets import Found, document
 from rivals.spec import RIVALS, SETTINGS, Spec
-from rivals.tasks import TASKS, Line
+from rivals.tasks import TASKS, Link
+from rivals.timed_pass import TimedPass
 from tables import Options
 
-from weightgrad.emulate.stats import Verdict
 from weightgrad.errors import NamespacesRefusedError
-from weightgrad.train.run import simulate
-from weightgrad.train.task import Training
+from weightgrad.lab.emulate.stats import Verdict
+from weightgrad.lab.run.simulation import simulate
+from weightgrad.lab.run.task import Training
 
-LINE = Line(100, 10)
+LINK = Link(100, 10)
 # Without scikit-learn, which would take five processes longer to import than they run.
 TASK = dataclasses.replace(TASKS["digits"], data="synthetic", model="mlp", options={"width": 128, "depth": 1})
 STEPS = 6
@@ -37,16 +37,16 @@ STEPS = 6
 @pytest.fixture
 def namespaces() -> None:
     try:
-        network(LINE).close()
+        network(LINK).close()
     except NamespacesRefusedError as error:
         pytest.skip(str(error))
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_ddp_and_weightgrad_over_the_same_line(tmp_path: Path) -> None:
+def test_ddp_and_weightgrad_over_the_same_link(tmp_path: Path) -> None:
     """DDP ends with the weights of the simulator's baseline: the same model, data, shards and schedule."""
     found = {
-        name: run_cell(Spec.parse(name), TASK, STEPS, LINE, tmp_path / name, Verdict(True, ""))
+        name: run_cell(Spec.parse(name), TASK, STEPS, LINK, tmp_path / name, Verdict(True, ""))
         for name in ("ddp", "weightgrad")
     }
     for one in found.values():
@@ -54,9 +54,9 @@ def test_ddp_and_weightgrad_over_the_same_line(tmp_path: Path) -> None:
         assert one.seconds >= STEPS * TASK.seconds
         assert one.curve[-1] == (STEPS, one.seconds, one.accuracy)
         assert all(0 < seconds <= one.seconds for _, seconds, _ in one.curve)
-    recipe = TASK.recipe(LINE, STEPS)
+    recipe = TASK.recipe(LINK, STEPS)
     simulate(recipe, tmp_path / "simulated")
-    tensors = load_file(str(tmp_path / "simulated" / "base.safetensors"))
+    tensors = load_file(str(tmp_path / "simulated" / "model.safetensors"))
     expected = torch.cat([tensors[slot.name].flatten() for slot in Training(recipe).layout.slots])
     ends = [load_file(str(tmp_path / "ddp" / f"worker-{rank}.safetensors"))["final"] for rank in (0, 1)]
     assert torch.equal(*ends)
@@ -66,26 +66,26 @@ def test_ddp_and_weightgrad_over_the_same_line(tmp_path: Path) -> None:
     assert found["weightgrad"].step_bytes < 0.2 * both_ways
 
 
-def test_a_paced_pass_lasts_as_long_as_it_should_and_changes_no_gradient() -> None:
+def test_a_timed_pass_lasts_as_long_as_the_recipe_says_and_changes_no_gradient() -> None:
     module, inputs = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
     module(inputs).sum().backward()
     plain = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
     ready: list[float] = []
-    paced = PacedPass(module, 0.06)
+    timed = TimedPass(module, 0.06)
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: ready.append(time.monotonic()))
     began = time.monotonic()
-    paced.begin()
+    timed.begin()
     module(inputs).sum().backward()
-    paced.end()
+    timed.end()
     for parameter, gradient in zip(module.parameters(), plain, strict=True):
         assert parameter.grad is not None
         assert gradient is not None
         assert torch.equal(parameter.grad, gradient)
     assert time.monotonic() - began >= 0.06
     assert min(ready) - began >= 0.06 * 2 / 3 - 0.001  # the last layer: forward is a third, half of backward another
-    assert paced.passes == 1
+    assert timed.passes == 1
 
 
 @pytest.mark.parametrize("text", ["gradients", "auto:every=3", "post-local:period"])
@@ -109,29 +109,29 @@ def outcome(rival: str, accuracies: list[float]) -> Outcome:
 
 
 def test_the_document_says_what_could_not_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(emulated_run, "ENVIRONMENTS", tmp_path)
     (tmp_path / "hivemind.refused").write_text("ERROR: No matching distribution found for hivemind\n")
-    why = arena.refusal(Spec.parse("hivemind"))
+    why = emulated_run.refusal(Spec.parse("hivemind"))
     assert why == "not installable here: ERROR: No matching distribution found for hivemind"
-    found = Found(TASK, 40, [LINE], ["ddp", "hivemind", "auto"], 105_226)
+    found = Found(TASK, 40, [LINK], ["ddp", "hivemind", "auto"], 105_226)
     found.outcomes += [outcome("ddp", [0.5, 0.8, 0.9, 0.9]), outcome("auto", [0.9, 0.9, 0.9, 0.9])]
     found.outcomes[1] = dataclasses.replace(found.outcomes[1], step_seconds=0.0402)
-    found.missing["hivemind", LINE] = why
+    found.missing["hivemind", LINK] = why
     text = document(found).markdown(Options(name="rivals", command="", quick=True, out=tmp_path, runs=tmp_path), "x")
     assert f"| hivemind | – | – | – | – | – | – | {why} |" in text  # noqa: RUF001
-    assert (found.seconds_to("ddp", LINE), found.seconds_to("auto", LINE)) == (3.0, 1.0)
-    assert "3.00 times as soon as `ddp`" in text
+    assert (found.seconds_to("ddp", LINK), found.seconds_to("auto", LINK)) == (3.0, 1.0)
+    assert "3.00 times as fast as `ddp`" in text
     assert "At worst 99.5%, at 100 Mbit/s, 10 ms: 40.2 ms, 40.0 without an exchange." in text
 
 
 def test_a_free_wan_is_what_the_loop_alone_takes(tmp_path: Path) -> None:
-    found = Found(TASK, 40, [LINE], ["alone", "ddp", "auto"], 105_226)
+    found = Found(TASK, 40, [LINK], ["alone", "ddp", "auto"], 105_226)
     found.outcomes += [outcome(name, [0.5, 0.8, 0.9, 0.9]) for name in found.rivals]
     for place, seconds in ((0, 0.042), (2, 0.0438)):
         found.outcomes[place] = dataclasses.replace(found.outcomes[place], step_seconds=seconds)
     text = document(found).markdown(Options(name="rivals", command="", quick=True, out=tmp_path, runs=tmp_path), "x")
     assert "**Holds**: `auto` steps at 95 %" in text
     assert "At worst 95.9%, at 100 Mbit/s, 10 ms: 43.8 ms, 42.0 without an exchange." in text
-    assert "as soon as `alone`" not in text
+    assert "as fast as `alone`" not in text
     found.outcomes[0] = dataclasses.replace(found.outcomes[0], trusted=False)
-    assert found.free(LINE) == TASK.seconds
+    assert found.free(LINK) == TASK.seconds

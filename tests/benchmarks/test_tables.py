@@ -1,21 +1,17 @@
-"""Every table, made from tiny plans: what it claims follows from numbers, and it goes on where it stopped."""
+"""Every table, made with a tiny plan: its claims follow from its numbers, and it goes on where it stopped."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
-import allreduce_hosts
 import pytest
 import server_cost
 import table_allreduce
-import table_charts
 import table_consistency
-import table_dots
 import table_limits
 import table_mlp
 import table_qsgd
@@ -26,14 +22,15 @@ import table_weightgrad
 import tables
 import torch
 import validation_split
-from allreduce_formula import DELAY, DOUBLING, RING, seconds
-from allreduce_ranks import Notebook, exchange, rank_cost, vector_bytes
+from allreduce import hosts
+from allreduce.cost import DELAY, DOUBLING, RING, exchange, rank_cost, seconds, vector_bytes
+from result_table import MeasurementCache
 from tables import Claim, Difference, Document, Options, difference
 
 from weightgrad.errors import DataError, RecipeError, RunError
-from weightgrad.train import datasets
-from weightgrad.train import run as train_run
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.data import datasets
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run import simulation as train_run
 
 
 @pytest.fixture
@@ -73,7 +70,7 @@ MAKERS: dict[str, Callable[[Options], Document]] = {
 def test_a_table_is_made_and_goes_on_where_it_stopped(
     name: str, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allreduce_hosts, "refusal", lambda: "not in this test")  # see test_allreduce_emulated.py
+    monkeypatch.setattr(hosts, "refusal", lambda: "not in this test")  # see test_allreduce_emulated.py
     text = written(MAKERS[name](options), options)
     for heading in ("# ", "python tiny", "A quick run", "## What holds here and what does not", "## What is measured"):
         assert heading in text
@@ -90,7 +87,7 @@ def test_a_table_is_made_and_goes_on_where_it_stopped(
 
 def test_weightgrads_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = table_weightgrad.Plan(steps=2, vgg_steps=2)
-    assert len(table_weightgrad.wanted(plan)) == 3 * len(table_weightgrad.ROWS)  # of the real recipes
+    assert len(table_weightgrad.wanted(plan)) == 3 * len(table_weightgrad.STRATEGIES)  # of the real recipes
     laptop = Recipe.load(tables.ROOT / "recipes" / "laptop.yaml")
     digits = laptop.with_settings(["training.steps=1", "training.batch=6", "training.evaluate_on=20"])
     monkeypatch.setattr(
@@ -119,7 +116,7 @@ def test_qsgds_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     document = table_qsgd.make(plan, options)
     text = written(document, options)
     assert "2 bits, nearest, error feedback" in text
-    grid = next(sheet for sheet in document.sheets if sheet.name == "LeNet, 2 nodes")
+    grid = next(table for table in document.tables if table.name == "LeNet, 2 nodes")
     assert len(grid.rows) == 13
     by_name = {row["name"]: row for row in grid.rows}
     assert 13 < by_name["2 bits, stochastic"]["ratio"] < 16
@@ -130,7 +127,7 @@ def outcome(setting: table_limits.Setting, ratio: float, points: float, twice: f
     return table_limits.Outcome(setting, ratio, Difference(points, twice))
 
 
-def test_the_limit_is_said() -> None:
+def test_the_limit_is_reported() -> None:
     default, *others = table_limits.SETTINGS
     assert default == table_limits.DEFAULT
     found = [outcome(default, 985, 1.0), *(outcome(one, 2000, -3.0) for one in others)]
@@ -148,11 +145,11 @@ def test_the_limit_is_said() -> None:
 
 
 def test_a_setting_knows_how_long_it_was_kept(options: Options) -> None:
-    setting = table_limits.Setting(0.001, 8)  # sparser than the planner would go by itself
+    setting = table_limits.Setting(0.001, 8)  # sparser than the controller would go by itself
     chosen = table_limits.recipe(table_limits.QUICK).with_settings(["training.evaluate_on=20", "training.batch=8"])
     cells = table_runs.cells("x", chosen, {setting.name: setting.strategy}, 1)
     (made,) = table_runs.run(cells, options).all()
-    last = made.paces[-1]
+    last = made.schedules[-1]
     assert (last["every"], last["up"], last["down"]) == (8, "ef(topk(0.001) > sign())", "the others' pushes")
     assert 0.5 < setting.kept(made) < 1
     assert table_limits.DEFAULT.kept(made) == 0
@@ -201,7 +198,7 @@ def test_every_image_is_seen_once_an_epoch(options: Options, monkeypatch: pytest
     assert all(sorted(seen[n : n + 24]) == [*range(24)] for n in (0, 24, 48))
 
 
-def test_a_changed_row_is_another_run(options: Options) -> None:
+def test_a_changed_strategy_is_another_run(options: Options) -> None:
     cell = table_skew.wanted(SKEW)[0]
     other = table_runs.Cell(cell.part, cell.row, cell.recipe.with_settings(["training.optimizer.lr=0.01"]))
     later = table_runs.Cell(cell.part, cell.row, cell.recipe.with_settings(["seed=5"]))
@@ -211,7 +208,7 @@ def test_a_changed_row_is_another_run(options: Options) -> None:
     assert here != seed
 
 
-def test_what_fails_is_said(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_reported(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> object:
         raise RunError("no")
 
@@ -240,7 +237,7 @@ def test_a_difference_knows_its_error() -> None:
     assert [Difference(1, 0.5).above(limit) for limit in (0.0, 0.8, 2.0)] == [True, None, False]
 
 
-def test_claims_say_what_they_found() -> None:
+def test_claims_report_what_was_found() -> None:
     lines = [Claim("It is fast.", holds, "3 times.").line() for holds in (True, False, None)]
     assert lines[0] == "- **Holds**: It is fast. 3 times."
     assert "Does not hold" in lines[1]
@@ -262,12 +259,12 @@ def test_recursive_doubling_sends_everything_every_round() -> None:
     assert seconds(ring, 1) == pytest.approx(14 / 8 * 0.032 + 14 * DELAY)
 
 
-def test_a_notebook_of_another_machine_is_not_read(tmp_path: Path) -> None:
+def test_a_cache_of_another_machine_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
-    assert Notebook(path).get("a", lambda: {"x": 1}) == {"x": 1}
-    assert Notebook(path).get("a", lambda: {"x": 2}) == {"x": 1}
+    assert MeasurementCache(path).get("a", lambda: {"x": 1}) == {"x": 1}
+    assert MeasurementCache(path).get("a", lambda: {"x": 2}) == {"x": 1}
     path.write_text(json.dumps({**json.loads(path.read_text()), "machine": "another"}))
-    assert Notebook(path).get("a", lambda: {"x": 2}) == {"x": 2}
+    assert MeasurementCache(path).get("a", lambda: {"x": 2}) == {"x": 2}
 
 
 def test_the_server_holds_no_more_for_more_sites() -> None:
@@ -277,22 +274,6 @@ def test_the_server_holds_no_more_for_more_sites() -> None:
     assert many["held_mb"] == pytest.approx(few["held_mb"], rel=0.05)
     assert many["backwards_mb"] > many["held_mb"]
     assert server_cost.measure(server_cost.Case("baseline", 10**6, 5000), 1) is None
-
-
-def test_lines_of_nothing_are_nothing() -> None:
-    assert table_charts.lines({"a": []}, title="t", x="x", y="y") == ""
-    drawn = table_charts.lines({"a": [(1, 2), (10, 3)], "weightgrad": [(2, 2)]}, title="t < u", x="x", y="y")
-    assert "t &lt; u" in drawn
-    assert drawn.count("<path") == 2
-
-
-def test_labels_keep_clear_of_each_other() -> None:
-    near = [table_dots.Dot(1000 + n, 70 + n / 100, 0.5, f"row {n} <") for n in range(3)]
-    drawn = table_dots.dots({"a": near}, title="t", x="x", y="y", across={"base": 71}, upright={"goal": 3000})
-    assert drawn.count("<circle") == 3
-    places = [re.search(rf'x="([\d.]+)" y="([\d.]+)"[^>]*>row {n} &lt;', drawn) for n in range(3)]
-    assert len({place.groups() for place in places if place}) == 3
-    assert table_dots.dots({"a": []}, title="t", x="x", y="y", across={}, upright={}) == ""
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from weightgrad.cli import certs
 from weightgrad.errors import CredentialsError
-from weightgrad.runtime import credentials, issue
-from weightgrad.runtime.credentials import Credentials, Revoked
+from weightgrad.runtime.security import certificates, credentials
+from weightgrad.runtime.security.credentials import Credentials, Revoked
 
 
 def said(*arguments: str | Path, code: int = 0) -> str:
@@ -28,7 +28,7 @@ def refused(*arguments: str | Path) -> str:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    issue.create(tmp_path / "certs", ["global.example.org"], ["virginia", "oregon"])
+    certificates.create(tmp_path / "certs", ["global.example.org"], ["virginia", "oregon"])
     return tmp_path / "certs"
 
 
@@ -39,7 +39,7 @@ def test_init_says_what_to_copy_where(tmp_path: Path) -> None:
     assert f"copy {place}/sites/a to a\n" in output
     assert f"copy {place}/sites/b to b\n" in output
     assert f"keep {place}/ca-key.pem offline" in output
-    assert issue.sites(place) == ["a", "b"]
+    assert certificates.sites(place) == ["a", "b"]
     assert Credentials.load(place, site="a").expires < datetime.now(timezone.utc) + timedelta(days=21)
     assert "exists" in refused("init", place, "--global-server", "x", "--sites", "a")
 

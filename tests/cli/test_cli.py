@@ -7,14 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 import torch
+import typer.main
 
-from weightgrad import codecs, wire
+from weightgrad import cli, codecs, wire
 from weightgrad.cli import main
+from weightgrad.errors import WeightGradError
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,9 @@ def test_inspect_prints_frames(run: Run, tmp_path: Path) -> None:
     views = json.loads(run("inspect", "--json", str(file)).stdout)
     assert views[0]["shape"] == [4, 3]
     assert views[0]["parameters"] == {"bits": 4, "group": 512}
+
+
+def test_commands_need_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: metadata.EntryPoints())
+    with pytest.raises(WeightGradError, match="not installed"):
+        typer.main.get_command(cli.app).get_command(None, "simulate")  # type: ignore[attr-defined]

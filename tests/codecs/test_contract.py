@@ -142,7 +142,7 @@ LARGE = [
     "lossaware(bits=4)",
 ]
 KEY = 0x5EED
-BACKENDS = kernels.BACKENDS if kernels.status().backend == "native" else ("twin",)
+BACKENDS = kernels.BACKENDS if kernels.status().backend == "native" else ("reference",)
 
 every_spec = pytest.mark.parametrize("spec", SPECS)
 

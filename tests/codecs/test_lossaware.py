@@ -15,7 +15,7 @@ from torch import Tensor
 from weightgrad import codecs, errors, kernels
 from weightgrad.codecs.payload import Payload
 
-BACKENDS = kernels.BACKENDS if kernels.status().backend == "native" else ("twin",)
+BACKENDS = kernels.BACKENDS if kernels.status().backend == "native" else ("reference",)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

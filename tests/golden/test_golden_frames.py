@@ -20,7 +20,7 @@ from torch import Tensor
 from weightgrad import codecs, kernels, wire
 
 FRAMES = Path(__file__).parent / "frames.json"
-BACKENDS = kernels.BACKENDS if kernels.status().backend == "native" else ("twin",)
+BACKENDS = kernels.BACKENDS if kernels.status().backend == "native" else ("reference",)
 BLAS_DECIDES = {"lowrank"}
 
 

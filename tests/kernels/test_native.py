@@ -36,16 +36,16 @@ def test_compiled_once_into_the_cache_by_many_processes_at_once(tmp_path: Path) 
     assert files == [f"kernels-{build.source_hash()}-{build.library_name()}"]
 
 
-def test_without_a_compiler_the_twins_work_and_say_why(tmp_path: Path) -> None:
+def test_without_a_compiler_the_reference_works_and_say_why(tmp_path: Path) -> None:
     said = report_in(tmp_path, str(tmp_path))
-    assert said.startswith("twin (torch): no native library: no C compiler")
+    assert said.startswith("reference (torch): no native library: no C compiler")
 
 
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "weightgrad").write_text("a file where the folder should be")
     said = report_in(tmp_path, str(Path(str(shutil.which("cc"))).parent))
-    assert said.startswith("twin (torch): no native library")
+    assert said.startswith("reference (torch): no native library")
 
 
 @needs_compiler
@@ -72,7 +72,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(NativeError, match="there are native, portable, twin"), kernels.use("gpu"):
+    with pytest.raises(NativeError, match="there are native, portable, reference"), kernels.use("gpu"):
         pass
 
 

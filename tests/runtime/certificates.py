@@ -15,9 +15,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from weightgrad.runtime import credentials, issue
-from weightgrad.runtime.credentials import Credentials
-from weightgrad.runtime.pem import certificate_pem, key_pem
+from weightgrad.runtime.security import certificates, credentials
+from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.security.pem import certificate_pem, key_pem
 
 DAY = timedelta(days=1)
 
@@ -39,9 +39,9 @@ def reissue(
 ) -> None:
     """Replace a certificate by one with these dates, signed by the same CA."""
     key = ec.generate_private_key(ec.SECP256R1())
-    names = issue.alternative_names(hosts) if hosts else ()
-    authority = issue._Authority.load(directory)
-    made = issue._certificate(name, key, authority, begins=begins, ends=ends, alternatives=names)
+    names = certificates.alternative_names(hosts) if hosts else ()
+    authority = certificates._Authority.load(directory)
+    made = certificates._certificate(name, key, authority, begins=begins, ends=ends, alternatives=names)
     (directory / place / "cert.pem").write_bytes(certificate_pem(made))
     (directory / place / "key.pem").write_bytes(key_pem(key))
 
@@ -53,8 +53,8 @@ def unchecked(directory: Path) -> Credentials:
 
 
 def expire_ca(directory: Path) -> None:
-    authority = issue._Authority.load(directory)
-    old = issue._certificate(
+    authority = certificates._Authority.load(directory)
+    old = certificates._certificate(
         credentials.name_of((directory / "ca.pem").read_bytes()),
         authority.key,
         None,
@@ -68,7 +68,7 @@ def expire_ca(directory: Path) -> None:
 @pytest.fixture(name="made", scope="module")
 def fixture_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("certs") / "a"
-    issue.create(directory, ["global.example.org", "10.1.2.3", "fd00::7"], ["virginia", "site_2-b"])
+    certificates.create(directory, ["global.example.org", "10.1.2.3", "fd00::7"], ["virginia", "site_2-b"])
     return directory
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import weightgrad as wg
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.lan import Lan
+from weightgrad.runtime.process_group import SiteGroup
 
 STEPS, MIDDLE = 6, 4
 LIMIT = 600.0  # seconds for a whole run; a few are enough when the machine has nothing else to do
@@ -130,11 +130,11 @@ class Larger(Loop):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-class Ahead(Loop):
+class Eager(Loop):
     """Encodes beside backward, whether a core is idle or not."""
 
     def build(self) -> nn.Sequential:
-        Lan.idle_core = property(lambda _: True)  # type: ignore[method-assign, assignment]
+        SiteGroup.idle_core = property(lambda _: True)  # type: ignore[method-assign, assignment]
         return super().build()
 
 
@@ -142,7 +142,7 @@ class Behind(Loop):
     """Encodes in the step."""
 
     def build(self) -> nn.Sequential:
-        Lan.idle_core = property(lambda _: False)  # type: ignore[method-assign, assignment]
+        SiteGroup.idle_core = property(lambda _: False)  # type: ignore[method-assign, assignment]
         return super().build()
 
 
@@ -152,6 +152,15 @@ class Other(Loop):
     def build(self) -> nn.Sequential:
         self.prepare = {"strategy": "diloco", "every": 3}
         return super().build()
+
+
+class Failing(Loop):
+    """Raises in the middle of training, on every rank."""
+
+    def backward(self, place: str, step: int) -> None:
+        if step == MIDDLE:
+            raise RuntimeError("the disk of the data is gone")
+        super().backward(place, step)
 
 
 class Stranger(Loop):
@@ -177,7 +186,10 @@ class Closure(Cycled):
         self.optimizer.step(lambda: 0.0)
 
 
-KINDS = (Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Ahead, Behind, Other, Stranger, Cycled, Closure)
+KINDS = (
+    Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Eager, Behind, Other, Failing, Stranger, Cycled,
+    Closure,
+)  # fmt: skip
 LOOPS = {kind.__name__.lower(): kind for kind in KINDS}
 
 
@@ -190,26 +202,27 @@ def worker() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    site = wg.join(args.server, site=args.site, insecure=True, patience=LIMIT)
-    loop = LOOPS[args.case](args.site, site.lan.rank)
-    model, optimizer = site.prepare(loop.model, loop.optimizer, **loop.prepare)
-    assert model is loop.model
-    assert optimizer is loop.optimizer
     tensors: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        loop.backward(f"{args.site} {site.lan.rank}", step)
-        loop.step()
-        if step + 1 == MIDDLE:
-            tensors |= {f"middle.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-    site.leave()
-    assert site._crew.ahead is not None or not isinstance(loop, Ahead)
-    if site._crew.ahead is not None:
-        print(f"ahead: {site._crew.ahead.used} of {site._crew.ahead.asked}")
+    with wg.join(args.server, site=args.site, insecure=True, timeout=LIMIT) as site:
+        loop = LOOPS[args.case](args.site, site.group.rank)
+        model, optimizer = site.prepare(loop.model, loop.optimizer, **loop.prepare)
+        assert model is loop.model
+        assert optimizer is loop.optimizer
+        for step in range(STEPS):
+            loop.backward(f"{args.site} {site.group.rank}", step)
+            loop.step()
+            if step + 1 == MIDDLE:
+                tensors |= {f"middle.{name}": buffer.clone() for name, buffer in model.named_buffers()}
+    assert site._rank_step is not None
+    eager = site._rank_step.eager
+    assert eager is not None or not isinstance(loop, Eager)
+    if eager is not None:
+        print(f"eager: {eager.used} of {eager.asked}")
 
     if isinstance(loop, Tied):
         assert model[0].weight is model[2].weight
     tensors |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    save_file(tensors, str(args.out / f"{args.site}-{site.lan.rank}.safetensors"))
+    save_file(tensors, str(args.out / f"{args.site}-{site.group.rank}.safetensors"))
     loop.backward(args.site, STEPS)
     try:
         optimizer.step()

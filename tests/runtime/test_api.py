@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import weightgrad as wg
-from weightgrad import ledger
+from tests import fork_server
+from weightgrad import event_log
 from weightgrad.errors import SpecError, StrategyError
-from weightgrad.train.launch import Popen, Processes, free_port
+from weightgrad.lab.run.launch import Popen, Processes, free_port
 
-from . import loops, nursery
+from . import loops
 from .loops import LIMIT, LOOPS, MIDDLE, STEPS, Loop, batch
 
 SCRIPT = Path(loops.__file__)
@@ -41,12 +42,12 @@ strategy: {{name: {strategy}, t_global: 600}}
 # -- processes -----------------------------------------------------------------------------------
 
 
-class Field:
+class LocalDeployment:
     """A server, and sites that run a script; all on this machine. `cold`: each is an interpreter of its own."""
 
     def __init__(self, out: Path, *, cold: bool = False) -> None:
         self.out, self.address = out, f"127.0.0.1:{free_port()}"
-        self.popen: Popen = subprocess.Popen if cold else nursery.popen()
+        self.popen: Popen = subprocess.Popen if cold else fork_server.popen()
         (out / "logs").mkdir(parents=True)
         self.processes = Processes(out / "logs")
 
@@ -89,13 +90,13 @@ class Field:
     @property
     def digest(self) -> str:
         """The server's word for its last base."""
-        rounds = [entry for entry in ledger.read(self.out / "ledger.jsonl") if entry["kind"] == "round"]
-        return str(rounds[-1]["base"])
+        rounds = [entry for entry in event_log.read(self.out / "events.jsonl") if entry["kind"] == "round"]
+        return str(rounds[-1]["digest"])
 
     @property
-    def base(self) -> dict[str, Tensor]:
-        """The base that the server has left."""
-        return load_file(str(self.out / "base.safetensors"))
+    def global_model(self) -> dict[str, Tensor]:
+        """The global model that the server has left."""
+        return load_file(str(self.out / "model.safetensors"))
 
     def left(self, site: str, rank: int = 0) -> dict[str, Tensor]:
         """What a worker of this file has left."""
@@ -103,9 +104,9 @@ class Field:
 
 
 @contextmanager
-def field(out: Path, *, cold: bool = False) -> Iterator[Field]:
-    """A field whose processes are ended with it."""
-    made = Field(out, cold=cold)
+def deployed(out: Path, *, cold: bool = False) -> Iterator[LocalDeployment]:
+    """A deployment whose processes are ended with it."""
+    made = LocalDeployment(out, cold=cold)
     try:
         yield made
     finally:
@@ -122,9 +123,9 @@ def recipe(out: Path, strategy: str, *sites: str) -> Path:
     return path
 
 
-def run(out: Path, case: str, strategy: str = "baseline", *, cold: bool = False, **sites: int) -> Field:
+def run(out: Path, case: str, strategy: str = "baseline", *, cold: bool = False, **sites: int) -> LocalDeployment:
     """One case of the loops on these sites, each of so many ranks, from beginning to end."""
-    with field(out, cold=cold) as made:
+    with deployed(out, cold=cold) as made:
         made.serve(recipe(out, strategy, *sites), "--insecure")
         for name, ranks in sites.items():
             made.site(name, ranks, SCRIPT, case, "--out", str(out))
@@ -156,11 +157,11 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 1], ids=["torchrun", "alone"])
-def test_every_worker_ends_with_the_base_whatever_it_began_with(ranks: int, tmp_path: Path) -> None:
+def test_every_worker_ends_with_the_global_model_whatever_it_began_with(ranks: int, tmp_path: Path) -> None:
     ended = run(tmp_path, "stranger", "weightgrad", cold=ranks == 1, east=ranks, west=ranks)
     for name in ("east", "west"):
         for rank in range(ranks):
-            assert_same_bits(ended.left(name, rank), ended.base)
+            assert_same_bits(ended.left(name, rank), ended.global_model)
         assert ended.log(name).count("after leave: the site has left") == ranks
         assert ended.log(name).count("nothing moved") == ranks
 
@@ -170,32 +171,32 @@ def test_baseline_over_two_sites_is_one_optimizer_on_the_mean_gradient(case: str
     ended = run(tmp_path, case, east=1, west=1)
     assert_same_bits(ended.left("east"), ended.left("west"))
     expected = reference(LOOPS[case](), "east 0", "west 0")
-    for name, tensor in ended.base.items():
+    for name, tensor in ended.global_model.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["loop", "habits", "autocast"])
 def test_baseline_of_one_site_is_plain_pytorch_bit_for_bit(case: str, tmp_path: Path) -> None:
     ended = run(tmp_path, case, east=1)
-    assert_same_bits(ended.left("east"), ended.base)
-    assert_same_bits(ended.base, reference(LOOPS[case](), "east 0"))
+    assert_same_bits(ended.left("east"), ended.global_model)
+    assert_same_bits(ended.global_model, reference(LOOPS[case](), "east 0"))
 
 
-def test_the_server_steps_with_the_optimizer_as_the_row_changes_it(tmp_path: Path) -> None:
+def test_the_server_steps_with_the_optimizer_as_the_strategy_changes_it(tmp_path: Path) -> None:
     ended = run(tmp_path, "habits", "dgc", east=1, west=1)  # DGC takes the momentum out of the optimizer
     for site in ("east", "west"):
-        assert_same_bits(ended.left(site), ended.base)
+        assert_same_bits(ended.left(site), ended.global_model)
 
 
 @pytest.mark.parametrize("strategy", ["baseline", "diloco"])
 def test_frozen_parameters_take_no_part(strategy: str, tmp_path: Path) -> None:
     ended = run(tmp_path, "frozen", strategy, east=1, west=1)
-    assert sorted(ended.base) == ["2.bias", "2.weight"]
+    assert sorted(ended.global_model) == ["2.bias", "2.weight"]
     first = Loop().model.state_dict()
     frozen = {name: first.pop(name) for name in ("0.weight", "0.bias")}
     for site in ("east", "west"):
-        assert_same_bits(ended.left(site), {**frozen, **ended.base})
-    assert not torch.equal(ended.base["2.weight"], first["2.weight"])
+        assert_same_bits(ended.left(site), {**frozen, **ended.global_model})
+    assert not torch.equal(ended.global_model["2.weight"], first["2.weight"])
 
 
 @pytest.mark.parametrize(
@@ -204,16 +205,16 @@ def test_frozen_parameters_take_no_part(strategy: str, tmp_path: Path) -> None:
     ids=["slots", "chunks"],
 )
 def test_what_is_encoded_beside_backward_has_the_same_bits(strategy: str, pieces: int, tmp_path: Path) -> None:
-    ahead, behind = (run(tmp_path / case, case, strategy, east=2) for case in ("ahead", "behind"))
-    assert ahead.log("east").count(f"ahead: {pieces * (STEPS - 1)} of {pieces * STEPS}") == 2
-    assert_same_bits(ahead.base, behind.base)
+    eager, behind = (run(tmp_path / case, case, strategy, east=2) for case in ("eager", "behind"))
+    assert eager.log("east").count(f"eager: {pieces * (STEPS - 1)} of {pieces * STEPS}") == 2
+    assert_same_bits(eager.global_model, behind.global_model)
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     ended = run(tmp_path, "tied", "weightgrad", east=2, west=1)
-    assert list(ended.base) == ["0.weight"], "they travel once"
+    assert list(ended.global_model) == ["0.weight"], "they travel once"
     for left in (ended.left("east", 0), ended.left("east", 1), ended.left("west")):
-        assert_same_bits(left, {"0.weight": ended.base["0.weight"], "2.weight": ended.base["0.weight"]})
+        assert_same_bits(left, {"0.weight": ended.global_model["0.weight"], "2.weight": ended.global_model["0.weight"]})
 
 
 def test_buffers_are_averaged_over_the_ranks_of_a_site_or_left_alone(tmp_path: Path) -> None:
@@ -237,22 +238,37 @@ def test_ranks_with_layers_of_their_own_keep_their_own_buffers(tmp_path: Path) -
     ended = run(tmp_path, "staged", "diloco, every: 4", east=2)
     own = [ended.left("east", rank) for rank in (0, 1)]
     parts = {f"stage {r}.{n}": t for r in (0, 1) for n, t in own[r].items() if n.endswith(("weight", "bias"))}
-    assert_same_bits(parts, ended.base)
+    assert_same_bits(parts, ended.global_model)
     torch.testing.assert_close(own[1]["0.running_mean"], _running_mean(STEPS, "east 1"))
 
 
-def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
-    with field(tmp_path) as made:
+@pytest.mark.parametrize(
+    ("case", "ranks", "why"),
+    [
+        ("staged", 2, "StrategyError: baseline shares gradients, which one optimizer steps with"),
+        ("cycled", 1, "StrategyError: betas of the optimizer has become"),
+        ("closure", 1, "StrategyError: optimizer.step(closure) would train alone"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(case: str, ranks: int, why: str, tmp_path: Path) -> None:
+    with deployed(tmp_path) as made:
         made.serve(recipe(tmp_path, "baseline", "east"), "--insecure")
-        for before, (case, ranks, why) in enumerate((
-            ("staged", 2, "StrategyError: baseline shares gradients, which one optimizer steps with"),
-            ("cycled", 1, "StrategyError: betas of the optimizer has become"),
-            ("closure", 1, "StrategyError: optimizer.step(closure) would train alone"),
-        )):  # fmt: skip
-            # Until the server has noticed that the one before is gone, its model is the one that is being trained.
-            made.until(lambda before=before: made.log("server").count("its line is gone") >= before)  # type: ignore[misc]
-            made.site("east", ranks, SCRIPT, case, "--out", str(tmp_path), log=case)
-            assert why in made.fails(case)
+        made.site("east", ranks, SCRIPT, case, "--out", str(tmp_path))
+        assert why in made.fails("east")
+
+
+@pytest.mark.parametrize("ranks", [2, 1], ids=["torchrun", "alone"])
+def test_a_site_whose_script_fails_says_so_and_is_not_waited_for(ranks: int, tmp_path: Path) -> None:
+    with deployed(tmp_path) as made:
+        made.serve(recipe(tmp_path, "baseline", "east", "west"), "--insecure")
+        made.site("east", ranks, SCRIPT, "failing", "--out", str(tmp_path))
+        made.site("west", 1, SCRIPT, "loop", "--out", str(tmp_path))
+        said = made.fails("east")
+        assert "RuntimeError: the disk of the data is gone" in said
+        assert "east leaves before its training is over" in said
+        made.finish()
+        assert "east leaves" in made.log("server")
+        assert_same_bits(made.left("west"), made.global_model)
 
 
 def test_what_cannot_be_trained_is_refused_before_anybody_is_asked() -> None:
@@ -266,16 +282,16 @@ def test_what_cannot_be_trained_is_refused_before_anybody_is_asked() -> None:
 
 
 @pytest.mark.parametrize(("spec", "why"), [("zip", "no codec 'zip'"), ("ef(qsgd(bits=8))", "keeps a memory")])
-def test_a_first_base_that_cannot_be_made_is_refused_before_anybody_is_asked(spec: str, why: str) -> None:
+def test_a_first_global_model_that_cannot_be_made_is_refused_before_anybody_is_asked(spec: str, why: str) -> None:
     with pytest.raises(SpecError, match=why):
-        wg.join("127.0.0.1:1", site="ohio", insecure=True, first_base=spec)
+        wg.join("127.0.0.1:1", site="ohio", insecure=True, download_codec=spec)
 
 
 def test_another_model_and_another_strategy_are_refused_with_the_difference(tmp_path: Path) -> None:
-    with field(tmp_path) as made:
+    with deployed(tmp_path) as made:
         made.serve(recipe(tmp_path, "baseline", "east", "west"), "--insecure")
         made.site("east", 1, SCRIPT, "loop", "--out", str(tmp_path))
-        made.until(lambda: "planted the first base" in made.log("server"))
+        made.until(lambda: "sent the first global model" in made.log("server"))
         for case, ranks in (("larger", 2), ("other", 1)):
             made.site("west", ranks, SCRIPT, case, "--out", str(tmp_path), log=case)
         said = made.fails("larger")

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from weightgrad import ledger
-from weightgrad.train.run import simulate
+from tests import fork_server
+from weightgrad import event_log
+from weightgrad.lab.run.simulation import simulate
 
-from . import nursery
-from .field import Rehearsal, assert_same_bits, base_of, tiny
+from .deployment import Rehearsal, assert_same_bits, model_of, tiny
 
 
 @pytest.mark.parametrize(("strategy", "cold"), [("baseline", False), ("weightgrad", True)])
 def test_killed_server_and_killed_site(strategy: str, cold: bool, tmp_path: Path) -> None:
     recipe = tiny(strategy, workers=1, steps=60)
     simulate(recipe, tmp_path / "simulated")
-    popen = subprocess.Popen if cold else nursery.popen()
+    popen = subprocess.Popen if cold else fork_server.popen()
     with Rehearsal(recipe, tmp_path / "run", "--checkpoint-every", "7", popen=popen) as run:
         run.start()
         run.until("east", 10)
@@ -32,8 +32,8 @@ def test_killed_server_and_killed_site(strategy: str, cold: bool, tmp_path: Path
         run.kill("server")
         run.start("server", "east")
         run.finish()
-    assert_same_bits(base_of(tmp_path / "run"), base_of(tmp_path / "simulated"))
-    book = ledger.read(tmp_path / "run" / "ledger.jsonl")
+    assert_same_bits(model_of(tmp_path / "run"), model_of(tmp_path / "simulated"))
+    book = event_log.read(tmp_path / "run" / "events.jsonl")
     versions = [e["version"] for e in book if e["kind"] == "round"]
     assert versions == sorted(set(versions)), "no round was closed twice"
 
@@ -48,4 +48,4 @@ def test_killed_workers_are_started_again_by_torchrun(tmp_path: Path) -> None:
         run.until("west", 25)
         run.kill_worker("west", 0)
         run.finish()
-    assert_same_bits(base_of(tmp_path / "run"), base_of(tmp_path / "simulated"))
+    assert_same_bits(model_of(tmp_path / "run"), model_of(tmp_path / "simulated"))

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weightgrad.runtime import issue
-from weightgrad.train import datasets
+from weightgrad.lab.data import datasets
+from weightgrad.runtime.security import certificates
 
-from .test_api import Field, field
+from .test_api import LocalDeployment, deployed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -36,11 +36,11 @@ def run(
     settings: tuple[str, ...] = (),
     secure: bool = False,
     cold: bool = False,
-) -> Field:
-    """Both sites must print the server's own word for the base."""
-    with field(out, cold=cold) as made:
+) -> LocalDeployment:
+    """Both sites must print the server's digest of the global model."""
+    with deployed(out, cold=cold) as made:
         if secure:
-            issue.create(out / "certs", ["localhost"], ["east", "west"])
+            certificates.create(out / "certs", ["localhost"], ["east", "west"])
 
         def trust(part: str) -> tuple[str, ...]:
             return ("--credentials", str(out / "certs" / part)) if secure else ("--insecure",)
@@ -50,7 +50,7 @@ def run(
             made.site(site, 2, EXAMPLES / script, "--steps", str(STEPS), *trust(f"sites/{site}"), *more)
         made.finish()
     for site in ("east", "west"):
-        assert re.findall(r"^base (\w+)$", made.log(site), re.MULTILINE) == [made.digest], made.log(site)
+        assert re.findall(r"^global model (\w+)$", made.log(site), re.MULTILINE) == [made.digest], made.log(site)
     return made
 
 
@@ -73,9 +73,9 @@ def batches(place: str, size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def assert_on_the_mean(
-    base: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, *places: str
+    global_model: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, *places: str
 ) -> None:
-    """One process that sees all the batches gets the same base, but for rounding."""
+    """One process that sees all the batches gets the same global model, but for rounding."""
     drawn = [batches(place, 8) for place in places]
     for _ in range(STEPS):
         for one in drawn:
@@ -84,9 +84,9 @@ def assert_on_the_mean(
         optimizer.step()
         optimizer.zero_grad()
     wanted = list(model.named_parameters())
-    assert len(base) == len(wanted)
+    assert len(global_model) == len(wanted)
     for name, tensor in wanted:
-        torch.testing.assert_close(base[name], tensor.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(global_model[name], tensor.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_cifar10(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_fsdp2_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
     ended = run(tmp_path, "fsdp2.py", "--batch", "8", settings=("--set", "strategy.name=baseline"))
     model = load("fsdp2.py").build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    assert_on_the_mean(ended.base, model, optimizer, "east 0", "east 1", "west 0", "west 1")
+    assert_on_the_mean(ended.global_model, model, optimizer, "east 0", "east 1", "west 0", "west 1")
 
 
 def test_tensor_parallel_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_tensor_parallel_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -
     torch.manual_seed(0)
     model = load("tensor_parallel.py").Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    assert_on_the_mean(ended.base, model, optimizer, "east", "west")
+    assert_on_the_mean(ended.global_model, model, optimizer, "east", "west")
 
 
 def test_pipeline_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_pipeline_is_one_optimizer_on_the_mean_gradient(tmp_path: Path) -> None:
     first, second = load("pipeline.py").stages()
     model = nn.Sequential(OrderedDict({"stage 0": first, "stage 1": second}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    assert_on_the_mean(ended.base, model, optimizer, "east", "west")
+    assert_on_the_mean(ended.global_model, model, optimizer, "east", "west")
 
 
 def test_pipeline_every_four_steps(tmp_path: Path) -> None:

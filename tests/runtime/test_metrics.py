@@ -1,4 +1,4 @@
-"""What is counted, the page that shows it, and the document that explains it."""
+"""What is counted, the HTTP server that shows it, and the document that explains it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,56 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from prometheus_client import Counter, Gauge, Histogram
 
 import weightgrad
+from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.layout import Layout
+from weightgrad.core.site_state import SiteState
+from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError
 from weightgrad.runtime import health
 from weightgrad.runtime.health import HealthServer
-from weightgrad.runtime.metrics import Metrics
+from weightgrad.runtime.metrics import MetricSet, ServerMetrics, SiteMetrics
+from weightgrad.runtime.transport.transport import Traffic
+from weightgrad.wire.sync_schedule import SyncSchedule
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-HELP = dict(re.findall(r"^# HELP (\S+) ?(.*)$", Metrics().text().decode(), re.M))  # by exposed name
+SECTIONS = dict(zip(("introduction", "server", "site"), DOCUMENT.split("\n## "), strict=True))
+
+
+def help_texts(metrics: MetricSet) -> dict[str, str]:
+    """The help text of every metric, by exposed name."""
+    return dict(re.findall(r"^# HELP (\S+) ?(.*)$", metrics.text().decode(), re.M))
+
+
+HELP = help_texts(ServerMetrics())
+SITE_HELP = help_texts(SiteMetrics("virginia"))
+ROW = re.compile(r"^\| `(weightgrad_\w+)(?:\{([\w,]+)\})?` \| .+ \| .+ \|$", re.M)
 WANTED = [
-    *("rounds_total", "round_seconds", "base_version", "base_step", "updates_total", "refused_updates_total"),
+    *(
+        "rounds_total",
+        "round_seconds",
+        "global_model_version",
+        "global_model_step",
+        "updates_total",
+        "refused_updates_total",
+    ),
     *("up_bytes_total", "down_bytes_total", "socket_bytes", "refused_connections_total"),
     *("site_up", "site_step", "site_staleness_versions", "waiting_for"),
     *("checkpoint_seconds", "checkpoint_age_seconds", "certificate_expiry_seconds", "build_info"),
 ]
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+def value(metrics: MetricSet, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"weightgrad_{name}", labels)
 
 
-def touch(metrics: Metrics) -> None:
+def touch(metrics: MetricSet) -> None:
     """Give every metric a value for every label it has."""
     for one in vars(metrics).values():
         if not isinstance(one, Counter | Gauge | Histogram):
@@ -55,24 +80,28 @@ def test_there_are_these() -> None:
     assert sorted(HELP) == sorted(f"weightgrad_{name}" for name in WANTED)
 
 
-@pytest.mark.parametrize("name", HELP)
+@pytest.mark.parametrize("name", HELP | SITE_HELP)
 def test_help_is_one_clear_sentence(name: str) -> None:
-    assert re.fullmatch(r"[A-Z1][^.]{15,}\.", HELP[name])
+    assert re.fullmatch(r"[A-Z1][^.]{15,}\.", (HELP | SITE_HELP)[name])
+
+
+def test_server_and_site_share_no_metric_but_the_build() -> None:
+    assert HELP.keys() & SITE_HELP.keys() == {"weightgrad_build_info"}
 
 
 @pytest.mark.parametrize("name", [name for name in WANTED if name != "build_info"])
 def test_an_attribute_is_named_as_it_is_exposed(name: str) -> None:
-    assert isinstance(getattr(Metrics(), name), Counter | Gauge | Histogram)
+    assert isinstance(getattr(ServerMetrics(), name), Counter | Gauge | Histogram)
 
 
 def test_two_do_not_mix() -> None:
-    first, second = Metrics(), Metrics()
+    first, second = ServerMetrics(), ServerMetrics()
     first.rounds_total.inc()
     assert (value(first, "rounds_total"), value(second, "rounds_total")) == (1, 0)
 
 
 def test_a_round_waits_for_some_sites_and_then_for_others() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     metrics.wait_for(["virginia", "tokyo"])
     metrics.wait_for({"tokyo", "dublin"})
     waited = {site: value(metrics, "waiting_for", site=site) for site in ("virginia", "tokyo", "dublin")}
@@ -83,7 +112,7 @@ def test_a_round_waits_for_some_sites_and_then_for_others() -> None:
 
 def test_the_age_of_the_checkpoint_grows_until_the_next_one() -> None:
     now = 100.0
-    metrics = Metrics(clock=lambda: now)
+    metrics = ServerMetrics(clock=lambda: now)
     now = 130.0
     assert value(metrics, "checkpoint_age_seconds") == 30, "since the start: that none was ever written shows too"
     metrics.checkpointed(0.3)
@@ -96,7 +125,7 @@ def test_the_age_of_the_checkpoint_grows_until_the_next_one() -> None:
 
 
 def test_the_certificate_runs_out() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     assert math.isnan(value(metrics, "certificate_expiry_seconds") or 0.0)
     metrics.certificate(datetime.now(timezone.utc) + timedelta(days=1))
     assert value(metrics, "certificate_expiry_seconds") == pytest.approx(86400, abs=60)
@@ -105,10 +134,60 @@ def test_the_certificate_runs_out() -> None:
 
 
 def test_the_build_is_named() -> None:
-    assert f'version="{weightgrad.__version__}"' in Metrics().text().decode()
+    assert f'version="{weightgrad.__version__}"' in ServerMetrics().text().decode()
 
 
-# -- the page -------------------------------------------------------------------------------
+def test_the_bytes_on_sockets_have_a_site_and_a_direction() -> None:
+    metrics = ServerMetrics()
+    metrics.sockets({"virginia": Traffic(sent=10, received=200)})
+    metrics.sockets({"virginia": Traffic(sent=11, received=300), "tokyo": Traffic(1, 2)})
+    assert value(metrics, "socket_bytes", site="virginia", direction="up") == 300
+    assert value(metrics, "socket_bytes", site="virginia", direction="down") == 11
+    assert value(metrics, "socket_bytes", site="tokyo", direction="up") == 2
+
+
+def site_state(**changes: Any) -> SiteState:
+    layout = Layout.of_shapes([("weight", (8,))])
+    global_model = GlobalModel(layout, torch.zeros(8), optimizer=None, rate=lambda step: 0.1)
+    return SiteState("virginia", global_model, find("diloco", changes).for_site(), samples=1, key=1)
+
+
+def test_a_site_counts_its_steps_its_bytes_and_its_waiting() -> None:
+    now, state = 0.0, site_state()
+    metrics = SiteMetrics("virginia", clock=lambda: now)
+    for step in range(1, 201):
+        now, state._progress.step = now + 0.5, step
+        metrics.update(state)
+    state.global_model.version = 7
+    metrics.update(state)
+    metrics.traffic(sent=10)
+    metrics.traffic(sent=1, received=5)
+    metrics.waited(2.5)
+    metrics.set_connected(True)
+    found = {name: value(metrics, name, site="virginia") for name in ("step", "local_model_version", "connected")}
+    assert found == {"step": 200, "local_model_version": 7, "connected": 1}
+    assert value(metrics, "steps_per_second", site="virginia") == pytest.approx(2.0)
+    assert value(metrics, "sent_bytes_total", site="virginia") == 11
+    assert value(metrics, "received_bytes_total", site="virginia") == 5
+    assert value(metrics, "waiting_seconds_total", site="virginia") == 2.5
+    assert value(metrics, "schedule_every_steps", site="virginia") is None, "no controller sets a schedule"
+    metrics.set_connected(False)
+    assert value(metrics, "connected", site="virginia") == 0
+
+
+def test_a_site_shows_the_schedule_that_auto_has_set() -> None:
+    metrics, state = SiteMetrics("virginia"), site_state()
+    state._schedule.current = SyncSchedule(every=8, overlap=3, up="qsgd(bits=4)")
+    metrics.update(state)
+    state._schedule.current = SyncSchedule(every=16, overlap=5, up="bf16")
+    metrics.update(state)
+    assert value(metrics, "schedule_every_steps", site="virginia") == 16
+    assert value(metrics, "schedule_overlap_steps", site="virginia") == 5
+    assert value(metrics, "schedule_codec", site="virginia", codec="qsgd(bits=4)") == 0
+    assert value(metrics, "schedule_codec", site="virginia", codec="bf16") == 1
+
+
+# -- the server ------------------------------------------------------------------------------
 
 Serve = Callable[..., HealthServer]
 
@@ -126,14 +205,14 @@ def serve() -> Iterator[Serve]:
         one.stop()
 
 
-METRICS = Metrics()
+METRICS = ServerMetrics()
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def get(server: HealthServer, path: str, host: str = "127.0.0.1") -> tuple[int, str, str]:
     try:
-        with OPENER.open(f"http://{host}:{server.port}{path}", timeout=10) as answer:
-            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+        with OPENER.open(f"http://{host}:{server.port}{path}", timeout=10) as result:
+            return result.status, result.headers["Content-Type"], result.read().decode()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers["Content-Type"], error.read().decode()
@@ -192,7 +271,7 @@ def test_a_reader_that_says_nothing_holds_up_nobody(serve: Serve) -> None:
 
 def test_an_address_that_is_taken_is_named(serve: Serve) -> None:
     listen = f"127.0.0.1:{serve().port}"
-    with pytest.raises(LinkError, match=rf"cannot listen on {listen}: .*in use; end what listens there"):
+    with pytest.raises(LinkError, match=rf"cannot listen on {listen}: .*in use; stop what listens there"):
         serve(listen)
 
 
@@ -229,16 +308,18 @@ def test_an_address_of_another_machine(serve: Serve) -> None:
 # -- the document ---------------------------------------------------------------------------
 
 
-def test_the_document_names_exactly_the_metrics_there_are() -> None:
-    rows = re.findall(r"^\| `(weightgrad_\w+)(?:\{[\w,]+\})?` \| .+ \| .+ \|$", DOCUMENT, re.M)
-    assert sorted(rows) == sorted(HELP)
-    assert set(re.findall(r"weightgrad_\w+", DOCUMENT)) == set(HELP)
-
-
-def test_the_document_names_their_labels() -> None:
-    metrics = Metrics()
+@pytest.mark.parametrize(
+    ("section", "metrics"), [("server", ServerMetrics()), ("site", SiteMetrics("virginia"))], ids=["server", "site"]
+)
+def test_the_document_names_exactly_the_metrics_there_are_and_their_labels(section: str, metrics: MetricSet) -> None:
+    rows = dict(ROW.findall(SECTIONS[section]))
+    assert sorted(rows) == sorted(help_texts(metrics))
     touch(metrics)
-    for name, labels in re.findall(r"^\| `(weightgrad_\w+)(?:\{([\w,]+)\})?` \|", DOCUMENT, re.M):
+    for name, labels in rows.items():
         found = re.search(rf"^{name}(?:_count)?(?:\{{(.*)\}})? ", metrics.text().decode(), re.M)
         assert found is not None
         assert sorted(re.findall(r'(\w+)="', found[1] or "")) == sorted(filter(None, labels.split(",")))
+
+
+def test_the_document_speaks_of_no_other_metrics() -> None:
+    assert set(re.findall(r"weightgrad_\w+", DOCUMENT)) == HELP.keys() | SITE_HELP.keys()

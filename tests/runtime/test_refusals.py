@@ -25,32 +25,33 @@ from typer.testing import CliRunner
 
 from weightgrad.cli import app
 from weightgrad.codecs import Fp32
+from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.strategies import find
 from weightgrad.errors import CredentialsError, LinkError, RefusedError, StrategyError
-from weightgrad.runtime import issue
-from weightgrad.runtime.admission import Ask
-from weightgrad.runtime.credentials import Credentials
-from weightgrad.runtime.door import House
-from weightgrad.runtime.lanes_client import LanesClient
-from weightgrad.runtime.server import FieldServer, ServeOptions
-from weightgrad.runtime.site import Site, join
-from weightgrad.site.described import Described
-from weightgrad.train.launch import free_port
-from weightgrad.wan.base import Base
-from weightgrad.wan.message_bytes import pack, unpack
-from weightgrad.wan.messages import Answer, Join, Leave, Message, Part, Plant, Push, Welcome
-from weightgrad.wan.strategies import find
+from weightgrad.lab.run.launch import free_port
+from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.join_options import JoinOptions
+from weightgrad.runtime.security import certificates
+from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem
+from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.transport.grpc_client import GrpcClient
+from weightgrad.runtime.transport.grpc_server import GrpcServer
+from weightgrad.wire.message_bytes import pack, unpack
+from weightgrad.wire.messages import InitModel, Join, JoinReply, Leave, Message, Push, RoundResult, Segment
 
 from .certificates import DAY, now, reissue, unchecked
-from .field import PATIENCE_S, Hub
+from .deployment import PATIENCE_S, Hub
 
 SITES = ("east", "west")
 NUMEL = 15
 
 
-def rules(name: str = "diloco", **changes: Any) -> House:
+def rules(name: str = "diloco", **changes: Any) -> RunConfig:
     """For small models; rounds are single steps, and what they move is the mean."""
-    row = {"every": 1, "aggregator": "mean"} if name == "diloco" else {}
-    return House(sites=SITES, fit=lambda numel: find(name, {"t_global": 600, **row, **changes}), seed=3)
+    strategy = {"every": 1, "aggregator": "mean"} if name == "diloco" else {}
+    return RunConfig(sites=SITES, fit=lambda numel: find(name, {"t_global": 600, **strategy, **changes}), seed=3)
 
 
 def model(*sizes: int) -> nn.Sequential:
@@ -61,7 +62,7 @@ def model(*sizes: int) -> nn.Sequential:
 @pytest.fixture(name="made", scope="module")
 def fixture_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("certs") / "all"
-    issue.create(directory, [], SITES)
+    certificates.create(directory, [], SITES)
     return directory
 
 
@@ -87,9 +88,10 @@ def entered(
 ) -> Iterator[tuple[Site, Callable[[], None]]]:
     """A site that is in, and what makes it take a step; it hangs up at the end."""
     if isinstance(credentials, Credentials):
-        site = Site(address, name, credentials, None, 50, 4, 1.0)  # `join` would have looked at them
+        # `join` would have looked at them.
+        site = Site(JoinOptions(address=address, site=name, credentials=credentials, timeout=1.0))
     else:
-        site = join(address, site=name, credentials=credentials, insecure=credentials is None, patience=1.0)
+        site = join(address, site=name, credentials=credentials, insecure=credentials is None, timeout=1.0)
     trained = model() if module is None else module
     chosen = optimizer(trained.parameters(), lr=0.1)
 
@@ -101,8 +103,8 @@ def entered(
         site.prepare(trained, chosen, **asked)
         yield site, step
     finally:
-        if site._wan is not None:
-            site._wan._client.close(0.0)
+        if site._connection is not None:
+            site._connection._client.close(0.0)
 
 
 def refused_with(words: str, *arguments: Any, **more: Any) -> None:
@@ -117,23 +119,23 @@ class Hand:
     def __init__(self, hub: Hub, name: str, credentials: Path) -> None:
         self.name = name
         own = Credentials.load(credentials, site=name).for_client()
-        self.client = LanesClient(hub.address, site=name, incarnation=f"{name} 1", credentials=own, lanes=2)
+        self.client = GrpcClient(hub.address, site=name, incarnation=f"{name} 1", credentials=own, streams=2)
         self.round = 0
 
     def enter(self, optimizer: torch.optim.Optimizer | None = None) -> Hand:
         """In, and welcomed; with the same model as others have."""
-        told = None if optimizer is None else Described.of(optimizer, optimizer.param_groups[0]["params"]).dump()
+        told = None if optimizer is None else OptimizerSpec.of(optimizer, optimizer.param_groups[0]["params"]).dump()
         layout = [(n, list(p.shape)) for n, p in model().named_parameters()]
         weights = torch.cat([p.detach().flatten() for p in model().parameters()])
-        digest = Base(None, weights, optimizer=None, rate=lambda step: 0.0).digest()  # type: ignore[arg-type]
-        asked = self.client.enter(Ask(self.name, layout, digest, -1, optimizer=told).pack(), PATIENCE_S)
+        digest = GlobalModel(None, weights, optimizer=None, rate=lambda step: 0.0).digest()  # type: ignore[arg-type]
+        asked = self.client.enter(AdmissionRequest(self.name, layout, digest, -1, optimizer=told).pack(), PATIENCE_S)
         self.client.start()
-        if json.loads(asked)["plant"]:
-            self.send(Plant(self.name, {"base": weights}))
-        self.send(Join(self.name, 0))
-        welcome = self.receive()
-        assert isinstance(welcome, Welcome)
-        self.version, self.round = welcome.version, welcome.pushed
+        if json.loads(asked)["init_model"]:
+            self.send(InitModel(site=self.name, snapshot={"weights": weights}))
+        self.send(Join(site=self.name, version=0))
+        reply = self.receive()
+        assert isinstance(reply, JoinReply)
+        self.version, self.round = reply.version, reply.pushed
         return self
 
     def send(self, message: Message | bytes) -> None:
@@ -141,9 +143,17 @@ class Hand:
 
     def push(self, update: Tensor | None, **changes: Any) -> Push:
         """The next one."""
-        parts = () if update is None else (Part(0, Fp32().encode(update, {}, 0)[0]),)
+        parts = () if update is None else (Segment(0, Fp32().encode(update, {}, 0)[0]),)
         self.round += 1
-        push = Push(self.name, self.round, self.round - 1, self.round, self.version, 1, parts)
+        push = Push(
+            site=self.name,
+            round=self.round,
+            after=self.round - 1,
+            step=self.round,
+            seen=self.version,
+            samples=1,
+            segments=parts,
+        )
         return dataclasses.replace(push, **changes)
 
     def receive(self) -> Message:
@@ -151,7 +161,7 @@ class Hand:
         while (data := self.client.receive(0.5)) is None:
             assert time.monotonic() < until, "waited too long"
         message = unpack(data)
-        if isinstance(message, Answer):
+        if isinstance(message, RoundResult):
             self.version = message.version
         return message
 
@@ -175,12 +185,17 @@ def hand(hub: Hub, name: str, credentials: Path, *, enter: bool = True, **more: 
         made.client.close(0.0)
 
 
-def with_values(*values: float) -> Part:
+def outside() -> Segment:
+    """A segment that reaches beyond the model."""
+    return Segment(9, Fp32().encode(torch.ones(9), {}, 0)[0])
+
+
+def with_values(*values: float) -> Segment:
     """A part that no encoder makes."""
     payload, _ = Fp32().encode(torch.zeros(NUMEL), {}, 0)
     body = torch.zeros(NUMEL)
     body[: len(values)] = torch.tensor(values)
-    return Part(0, dataclasses.replace(payload, body=body.view(torch.uint8)))
+    return Segment(0, dataclasses.replace(payload, body=body.view(torch.uint8)))
 
 
 # -- certificates -------------------------------------------------------------------------------
@@ -190,11 +205,11 @@ def test_without_a_certificate(made: Path) -> None:
     with Hub(rules(), certs=made) as hub:
         refused_with("demands a certificate and we have none", hub.address, "east", None)
         with entered(hub.address, "east", made):
-            assert "east" in hub.server.lanes.sessions(), "the server goes on"
+            assert "east" in hub.transport.sessions(), "the server goes on"
 
 
 def test_with_certificates_of_another_ca(made: Path, tmp_path: Path) -> None:
-    issue.create(tmp_path / "other", [], SITES)
+    certificates.create(tmp_path / "other", [], SITES)
     with Hub(rules(), certs=made) as hub:
         refused_with(r"is signed by CN=weightgrad CA .*, not by our CA", hub.address, "east", tmp_path / "other")
         shutil.copy(made / "ca.pem", tmp_path / "other/sites/east/ca.pem")
@@ -215,8 +230,9 @@ def test_with_an_expired_certificate(own: Path) -> None:
 
 def test_a_server_that_is_going_away_is_not_a_refusal(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs up after the handshake, as one that does not accept our certificate does; a moment later it is gone."""
-    said = ["gs:1 does not accept our certificate of 'east'", *["gs:1 refuses connections: nothing listens there"] * 9]
-    monkeypatch.setattr("weightgrad.runtime.site.diagnose", lambda *_: said.pop(0))
+    refused = TlsProblem(ProblemKind.CERTIFICATE, "gs:1 does not accept our certificate of 'east'")
+    said = [refused, *[TlsProblem(ProblemKind.UNREACHABLE, "gs:1 refuses connections: nothing listens there")] * 9]
+    monkeypatch.setattr("weightgrad.runtime.entry.diagnose", lambda *_: said.pop(0))
     with pytest.raises(LinkError, match="nothing listens there"), entered(f"127.0.0.1:{free_port()}", "east", made):
         pass
 
@@ -224,18 +240,24 @@ def test_a_server_that_is_going_away_is_not_a_refusal(made: Path, monkeypatch: p
 SERVER = """
 import sys
 from pathlib import Path
-from weightgrad.runtime.credentials import Credentials
-from weightgrad.runtime.lanes_server import LanesServer
+from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.transport.grpc_server import GrpcServer
 own = Credentials.load(Path(sys.argv[1]), server=True).for_server()
-server = LanesServer(sys.argv[2], credentials=own, enter=lambda e: b"", on_message=print, on_lost=print)
-server.start()
+class Open:
+    def check_peer(self, entry): pass
+    def enter(self, entry): return b""
+    def on_message(self, site, data): pass
+    def on_lost(self, site, left): pass
+    def on_refused(self, reason): pass
+server = GrpcServer(sys.argv[2], credentials=own)
+server.start(Open())
 sys.stdin.read()
 """
 
 
 def test_a_handshake_that_fails_is_on_the_servers_stderr_if_asked_for(own: Path, tmp_path: Path) -> None:
     """gRPC refuses these by itself, and nothing of ours is told. It prints why with GRPC_VERBOSITY=INFO, not ERROR."""
-    issue.create(tmp_path / "other", [], SITES)
+    certificates.create(tmp_path / "other", [], SITES)
     good, nobody = unchecked(own / "sites/east"), grpc.ssl_channel_credentials((own / "ca.pem").read_bytes())
     shutil.copy(own / "ca.pem", tmp_path / "other/sites/east/ca.pem")
     shutil.copytree(own, tmp_path / "late")
@@ -245,14 +267,14 @@ def test_a_handshake_that_fails_is_on_the_servers_stderr_if_asked_for(own: Path,
     with open(tmp_path / "stderr", "wb") as printed:
         command = [sys.executable, "-c", SERVER, str(own), address]
         server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=printed)
-    patience = PATIENCE_S
+    timeout = PATIENCE_S
     try:
         for credentials in (good.for_client(), nobody, *(one.for_client() for one in others)):
-            client = LanesClient(address, site="east", incarnation=1, credentials=credentials)
+            client = GrpcClient(address, site="east", incarnation=1, credentials=credentials)
             with suppress(LinkError):
-                client.enter(b"", patience)
+                client.enter(b"", timeout)
             client.close(0.0)
-            patience = 0.5  # the server is there
+            timeout = 0.5  # the server is there
     finally:
         server.communicate(timeout=PATIENCE_S)
     text = (tmp_path / "stderr").read_text()
@@ -265,35 +287,35 @@ def test_a_handshake_that_fails_is_on_the_servers_stderr_if_asked_for(own: Path,
 
 
 def test_with_a_revoked_certificate(own: Path, caplog: pytest.LogCaptureFixture) -> None:
-    serial = issue.revoke(own, "east")
+    serial = certificates.revoke(own, "east")
     with Hub(rules(), certs=own) as hub:
         words = rf"the certificate of east \(serial {serial:x}\) is revoked; ask the operator for a new one"
         refused_with(words, hub.address, "east", own)
         assert hub.refused("revoked certificate") == 1
         assert "a connection was refused: revoked certificate" in caplog.text
-        assert "was not let in: the certificate of east" in caplog.text
-        issue.add_site(own, "east", renew=True)
+        assert "was not admitted: the certificate of east" in caplog.text
+        certificates.add_site(own, "east", renew=True)
         with entered(hub.address, "east", own):
             pass
 
 
 def test_a_certificate_that_is_revoked_while_connected(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Hub(rules(), certs=own) as hub, hand(hub, "west", own) as west, entered(hub.address, "east", own) as east:
-        hub.until(lambda: len(hub.server.lanes.sessions()) == 2)
-        issue.revoke(own, "west")
+        hub.until(lambda: len(hub.transport.sessions()) == 2)
+        certificates.revoke(own, "west")
         began = time.monotonic()
         assert "the certificate of west" in west.refused()
         assert time.monotonic() - began < 30.0, "within seconds; on a busy machine some more"
         assert hub.refused("revoked certificate") >= 1
-        assert "the session of west ends: the certificate of west" in caplog.text
+        assert "west: session ended by the global server: the certificate of west" in caplog.text
         refused_with("is revoked", hub.address, "west", own)
-        assert "east" in hub.server.lanes.sessions()
+        assert "east" in hub.transport.sessions()
         del east
 
 
 def test_a_running_site_says_that_it_was_revoked(own: Path) -> None:
     with Hub(rules(), certs=own) as hub, entered(hub.address, "east", own) as (_, step):
-        issue.revoke(own, "east")
+        certificates.revoke(own, "east")
         with pytest.raises(RefusedError, match=r"the certificate of east .* is revoked"):
             step()  # and waits for west, which never comes
 
@@ -312,7 +334,7 @@ def test_with_the_certificate_of_another_site(made: Path, caplog: pytest.LogCapt
 
 
 def test_an_unknown_site(own: Path, caplog: pytest.LogCaptureFixture) -> None:
-    issue.add_site(own, "north")
+    certificates.add_site(own, "north")
     with Hub(rules(), certs=own) as hub:
         words = "no site 'north' in the recipe of this server; it has east, west"
         refused_with(words, hub.address, "north", own)
@@ -331,7 +353,7 @@ def test_the_same_site_started_twice(made: Path, caplog: pytest.LogCaptureFixtur
             first()
         assert hub.refused("started twice") == 1
         assert "is the site started twice?" in caplog.text
-        assert list(hub.server.lanes.sessions()) == ["east"]
+        assert list(hub.transport.sessions()) == ["east"]
 
 
 # -- what they want -----------------------------------------------------------------------------
@@ -393,16 +415,16 @@ def test_another_optimizer_where_gradients_are_shared(made: Path) -> None:
     "request_",
     [
         b"", b"\xff\xfe", b"rubbish", b"[]", b"{}", b'{"protocol": 1}', b'{"protocol": 2}',
-        b'{"protocol": 1, "layout": 5}', b'{"protocol": 1, "layout": [["a", [-1]]], "site": "east"}',
-        b'{"protocol": 1, "layout": [["a", [-1]]], "site": "east", "digest": "", "version": 0}',
-        b'{"protocol": 1, "layout": [["a", [1]]], "site": "east", "digest": "", "version": 0, "row": 7}',
-        b'{"protocol": 1, "layout": [["a", [1]]], "site": "east", "digest": "", "version": "x"}',
-        b'{"protocol": 1, "layout": [], "site": "east", "digest": "", "version": 0, "more": 1}',
+        b'{"protocol": 2, "layout": 5}', b'{"protocol": 2, "layout": [["a", [-1]]], "site": "east"}',
+        b'{"protocol": 2, "layout": [["a", [-1]]], "site": "east", "digest": "", "version": 0}',
+        b'{"protocol": 2, "layout": [["a", [1]]], "site": "east", "digest": "", "version": 0, "strategy": 7}',
+        b'{"protocol": 2, "layout": [["a", [1]]], "site": "east", "digest": "", "version": "x"}',
+        b'{"protocol": 2, "layout": [], "site": "east", "digest": "", "version": 0, "more": 1}',
     ],
 )  # fmt: skip
 def test_a_request_that_is_none(request_: bytes, made: Path) -> None:
     with Hub(rules(), certs=made) as hub:
-        with hand(hub, "east", made, enter=False) as east, pytest.raises(RefusedError, match="a request to be let in"):
+        with hand(hub, "east", made, enter=False) as east, pytest.raises(RefusedError, match="an admission request"):
             east.client.enter(request_, PATIENCE_S)
         assert hub.refused("another protocol") == 1
         with hand(hub, "east", made):
@@ -412,7 +434,7 @@ def test_a_request_that_is_none(request_: bytes, made: Path) -> None:
 def test_a_request_in_the_name_of_another_site(made: Path) -> None:
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
         with pytest.raises(RefusedError, match="the request is of 'west', the connection of 'east'"):
-            east.client.enter(Ask("west", [("a", [1])], "", -1).pack(), PATIENCE_S)
+            east.client.enter(AdmissionRequest("west", [("a", [1])], "", -1).pack(), PATIENCE_S)
         assert hub.refused("another site's name") == 1
 
 
@@ -422,16 +444,16 @@ def test_a_request_in_the_name_of_another_site(made: Path) -> None:
 def healthy(hub: Hub, east: Hand) -> bool:
     """The server is well, and east gets an answer."""
     hub.until(lambda: hub.server.status()["healthy"])
-    east.send(Join("east", 0))
-    return isinstance(east.receive(), Welcome)
+    east.send(Join(site="east", version=0))
+    return isinstance(east.receive(), JoinReply)
 
 
 def test_a_message_too_large(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Hub(rules(), certs=made, max_message=2000) as hub, hand(hub, "east", made) as east:
         with hand(hub, "west", made) as west:
             west.send(bytes(2001))
-            assert "a message of 2001 bytes; this end takes 2000 at most" in west.refused()
-        assert "the session of west ends: a message of 2001 bytes" in caplog.text
+            assert "a message of 2001 bytes; the receiver takes at most 2000" in west.refused()
+        assert "west: session ended by the global server: a message of 2001 bytes" in caplog.text
         assert healthy(hub, east)
         with hand(hub, "west", made):
             pass
@@ -439,13 +461,12 @@ def test_a_message_too_large(made: Path, caplog: pytest.LogCaptureFixture) -> No
 
 def test_too_many_messages(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
-        lanes = hub.server.lanes
-        lanes.limits = dataclasses.replace(lanes.limits, messages_per_s=0.01, burst=20)
+        hub.transport.limits = dataclasses.replace(hub.transport.limits, messages_per_s=0.01, burst=20)
         with hand(hub, "west", made) as west:
             for _ in range(20):
-                west.send(Join("west", 0))
+                west.send(Join(site="west", version=0))
             assert "west sends more than 0.01 messages a second" in west.refused()
-        assert "the session of west ends: west sends more than" in caplog.text
+        assert "west: session ended by the global server: west sends more than" in caplog.text
         assert healthy(hub, east)
 
 
@@ -462,21 +483,21 @@ def test_an_update_that_is_not_finite(
 ) -> None:
     """It counts as nothing: the round closes, and the others' updates are in it."""
     with Hub(rules(), certs=made, **options) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
-        before = hub.core.base.vector.clone()
-        west.send(west.push(None, parts=(with_values(*values),)))
+        before = hub.core.global_model.vector.clone()
+        west.send(west.push(None, segments=(with_values(*values),)))
         east.send(east.push(torch.ones(NUMEL)))
         for site in (east, west):
-            answer = site.receive()
-            assert isinstance(answer, Answer)
-            assert answer.taken == {"east": 1, "west": 1}
-        torch.testing.assert_close(hub.core.base.vector, before + 0.5)
+            result = site.receive()
+            assert isinstance(result, RoundResult)
+            assert result.included == {"east": 1, "west": 1}
+        torch.testing.assert_close(hub.core.global_model.vector, before + 0.5)
         assert f"an update of west was refused: update of west at round 1 {why}" in caplog.text
         assert hub.counted("refused_updates_total", site="west") == 1
         assert b'weightgrad_refused_updates_total{site="west"} 1.0' in hub.server.metrics.text()
         west.send(west.push(torch.ones(NUMEL)))
         east.send(east.push(torch.ones(NUMEL)))
         east.receive()
-        torch.testing.assert_close(hub.core.base.vector, before + 1.5)
+        torch.testing.assert_close(hub.core.global_model.vector, before + 1.5)
 
 
 def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -485,25 +506,34 @@ def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.Log
             west.send(west.push(torch.full((NUMEL,), scale)))
             east.send(east.push(torch.zeros(NUMEL)))
             for site in (east, west):
-                assert isinstance(site.receive(), Answer)
+                assert isinstance(site.receive(), RoundResult)
         assert "an update of west was refused: update of west at round 6 has norm" in caplog.text
         assert "500 times the largest of its last 5" in caplog.text
         assert hub.counted("refused_updates_total", site="west") == 1
         start = torch.cat([p.detach().flatten() for p in model().parameters()])
-        torch.testing.assert_close(hub.core.base.vector, start + (1 + 2 + 1 + 1 + 1.5 + 1) / 2)
+        torch.testing.assert_close(hub.core.global_model.vector, start + (1 + 2 + 1 + 1 + 1.5 + 1) / 2)
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda west: west.push(torch.ones(NUMEL), site="east"), "west sent a Push in the name of 'east'"),
-        (lambda west: Leave("east"), "west sent a Leave in the name of 'east'"),
-        (lambda west: Answer(1, 1, 1, ()), "west sent a Answer in the name of None"),
+        (lambda west: Leave(site="east"), "west sent a Leave in the name of 'east'"),
+        (
+            lambda west: RoundResult(version=1, round=1, step=1, segments=()),
+            "west sent a RoundResult in the name of None",
+        ),
         (lambda west: west.push(torch.ones(NUMEL + 1)), "max_elements is 15|both ends must train the same model"),
-        (lambda west: west.push(None, parts=(Part(9, Fp32().encode(torch.ones(9), {}, 0)[0]),)), "from 9 up to 18"),
-        (lambda west: west.push(torch.ones(NUMEL), seen=7), "pushes on base version 7, the server has 0"),
-        (lambda west: Join("west", 9), "'west' has base version 9, the server only 0"),
-        (lambda west: pack(Join("west", -1, "bf16")).replace(b"bf16", b"zf16"), "a first base that cannot be made: no"),
+        (
+            lambda west: west.push(None, segments=(Segment(9, Fp32().encode(torch.ones(9), {}, 0)[0]),)),
+            "from 9 up to 18",
+        ),
+        (lambda west: west.push(torch.ones(NUMEL), seen=7), "pushes on global model version 7, the server has 0"),
+        (lambda west: Join(site="west", version=9), "'west' has global model version 9, the server only 0"),
+        (
+            lambda west: pack(Join(site="west", version=-1, download_codec="bf16")).replace(b"bf16", b"zf16"),
+            "a download that cannot be made: no",
+        ),
         (lambda west: b"", "TruncatedError|header"),
         (lambda west: b"garbage" * 100, "MagicError|WGMS"),
         (lambda west: pack(west.push(torch.ones(NUMEL)))[:-1], "99 bytes came; the frame has 100"),
@@ -517,10 +547,10 @@ def test_messages_that_no_honest_site_sends(
     """The site is told, and may come back; the server and the others go on."""
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
         with hand(hub, "west", made) as west:
-            before = hub.core.base.digest()
+            before = hub.core.global_model.digest()
             west.send(make(west))
             assert west.refused()
-        assert hub.core.base.digest() == before
+        assert hub.core.global_model.digest() == before
         (line,) = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
         assert line.startswith("an update of west was refused: ")
         assert any(word in line for word in why.split("|")), line
@@ -529,28 +559,34 @@ def test_messages_that_no_honest_site_sends(
         with hand(hub, "west", made) as west:
             west.send(west.push(torch.ones(NUMEL)))
             east.send(east.push(torch.ones(NUMEL)))
-            assert isinstance(west.receive(), Answer)
+            assert isinstance(west.receive(), RoundResult)
 
 
-def test_messages_before_there_is_a_base(made: Path) -> None:
+def test_messages_before_there_is_a_global_model(made: Path) -> None:
     layout = [(n, list(p.shape)) for n, p in model().named_parameters()]
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
         for message, why in (
-            (Leave("east"), "east sent a Leave before there was a base"),
-            (Plant("east", {}), "east planted 0 weights of another model"),
-            (Plant("east", {"base": torch.zeros(NUMEL + 1)}), "east planted 16 weights of another model"),
-            (Plant("east", {"base": torch.zeros(NUMEL)}), "the weights that east planted are not those it announced"),
+            (Leave(site="east"), "east sent a Leave before there was a global model"),
+            (InitModel(site="east", snapshot={}), "east sent 0 weights, which are of another model"),
+            (
+                InitModel(site="east", snapshot={"weights": torch.zeros(NUMEL + 1)}),
+                "16 weights, which are of another model",
+            ),
+            (
+                InitModel(site="east", snapshot={"weights": torch.zeros(NUMEL)}),
+                "the weights that east sent are not those it announced",
+            ),
         ):
-            east.client.enter(Ask("east", layout, "digest", -1).pack(), PATIENCE_S)
+            east.client.enter(AdmissionRequest("east", layout, "digest", -1).pack(), PATIENCE_S)
             east.client.start()
             east.send(message)
             assert why in east.refused()
         east.enter()
         with hand(hub, "west", made) as west:
-            west.send(Plant("west", {"base": torch.zeros(NUMEL)}))  # too late: nothing happens
+            west.send(InitModel(site="west", snapshot={"weights": torch.zeros(NUMEL)}))  # too late: nothing happens
             west.send(west.push(torch.ones(NUMEL)))
             east.send(east.push(torch.ones(NUMEL)))
-            assert isinstance(west.receive(), Answer)
+            assert isinstance(west.receive(), RoundResult)
 
 
 def test_gradients_without_a_rate(made: Path) -> None:
@@ -558,7 +594,7 @@ def test_gradients_without_a_rate(made: Path) -> None:
         with hand(hub, "west", made, optimizer=torch.optim.SGD(model().parameters(), lr=0.1)) as west:
             west.send(west.push(torch.ones(NUMEL)))
             assert "west sent gradients without the learning rate to step with" in west.refused()
-        assert hub.core.base.version == 0
+        assert hub.core.global_model.version == 0
 
 
 # -- without certificates -----------------------------------------------------------------------
@@ -570,8 +606,8 @@ ELSEWHERE = ["0.0.0.0:7443", "10.1.2.3:7443", "[::]:7443", "localhost.example.or
 def test_insecure_is_for_this_machine_only(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StrategyError, match="insecure is for a server on this machine"):
         join(address, site="east", insecure=True)
-    with pytest.raises(StrategyError, match="without certificates a server is for this machine only"):
-        FieldServer(rules(), ServeOptions(listen=address), None)
+    with pytest.raises(StrategyError, match="a server without certificates is for this machine only"):
+        GrpcServer(address, credentials=None)
     ran = CliRunner().invoke(app, ["serve", "laptop", "--insecure", "--listen", address])
     assert ran.exit_code != 0
     assert "this machine only" in f"{ran.output} {ran.exception}"

@@ -67,7 +67,7 @@ def nudge_field(rng: random.Random, data: bytearray) -> None:
 
 
 def splice(rng: random.Random, data: bytearray) -> None:
-    """Copy one stretch of the frame over another, of any length."""
+    """Copy one interval of the frame over another, of any length."""
     a, b, c = (rng.randint(0, len(data)) for _ in range(3))
     data[c : c + rng.randrange(9)] = data[min(a, b) : max(a, b)]
 

@@ -1,55 +1,67 @@
-"""The `weightgrad` command: one file a subcommand, no logic."""
+"""The `weightgrad` command. Each subcommand is one file without logic, loaded when it is called.
+
+Subcommands are entry points of the group `weightgrad.commands` (see pyproject.toml), so the library does not import
+the laboratory's commands, and another package can add its own.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from weightgrad.cli import (
-    bench,
-    certs,
-    chaos,
-    codecs,
-    compare,
-    data,
-    doctor,
-    emulate,
-    inspect,
-    launch,
-    report,
-    serve,
-    simulate,
-    strategies,
-    tour,
-    train,
-    validate,
-)
 from weightgrad.errors import WeightGradError
 
-app = typer.Typer(
-    help="Train one neural network on data in several data centers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(bench.app, name="bench")
-app.add_typer(certs.app, name="certs")
-app.command("chaos")(chaos.chaos)
-app.command("codecs")(codecs.codecs)
-app.command("compare")(compare.compare)
-app.add_typer(data.app, name="data")
-app.command("doctor")(doctor.doctor)
-app.command("emulate")(emulate.emulate)
-app.command("inspect")(inspect.inspect)
-app.command("launch")(launch.launch)
-app.command("report")(report.report)
-app.command("serve")(serve.serve)
-app.command("simulate")(simulate.simulate)
-app.command("strategies")(strategies.strategies)
-app.command("tour")(tour.tour)
-app.command("train")(train.train)
-app.command("validate")(validate.validate)
+_GROUP = "weightgrad.commands"
+
+
+class _Commands(TyperGroup):
+    """A group whose commands are found by entry point and imported on first use."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return sorted(metadata.entry_points(group=_GROUP).names)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        del ctx
+        if not (known := metadata.entry_points(group=_GROUP)):
+            raise WeightGradError("weightgrad is imported but not installed, so it has no commands; run: pip install .")
+        found = known.select(name=cmd_name)
+        return _command(cmd_name, next(iter(found)).load()) if found else None
+
+
+def _command(name: str, loaded: typer.Typer | Callable[..., None]) -> Any:
+    if not isinstance(loaded, typer.Typer):
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(name)(loaded)
+        loaded = alone
+    command = get_command(loaded)
+    command.name = name
+    return command
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"weightgrad {metadata.version('weightgrad')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train one neural network on data in several data centers."""
+    del version
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`weightgrad certs`: the certificates with which sites and the global server know each other."""
+"""`weightgrad certs`: the certificates by which the sites and the global server identify each other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from weightgrad.errors import CredentialsError
-from weightgrad.runtime import credentials, issue
+from weightgrad.runtime.security import certificates, credentials
 
 app = typer.Typer(help="Make, renew, revoke and show certificates for mutual TLS.", no_args_is_help=True)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the CA.", file_okay=False)]
-Names = Annotated[str, typer.Option("--global-server", help="DNS names or IP addresses of the server, by commas.")]
+Names = Annotated[str, typer.Option("--global-server", help="Comma-separated DNS names or IP addresses of the server.")]
 Site = Annotated[str, typer.Argument(metavar="NAME", help="The site.")]
 Days = Annotated[int, typer.Option(help="How long a certificate is valid.")]
-SOON = timedelta(days=30)
+EXPIRES_SOON = timedelta(days=30)
 
 
 @app.callback()
@@ -31,17 +31,17 @@ def group() -> None:
 def init(
     directory: Directory,
     global_server: Names,
-    sites: Annotated[str, typer.Option(help="Names of the sites, by commas.")],
+    sites: Annotated[str, typer.Option(help="Comma-separated names of the sites.")],
     days: Days = 825,
 ) -> None:
     """Make a CA, a certificate for the global server and one for every site."""
     names = _listed(sites)
-    issue.create(directory, _listed(global_server), names, days=days)
-    _say(f"Made a CA, a certificate for the global server and {len(names)} for sites in {directory}.")
-    _say(f"  copy {directory / 'server'} to the global server")
+    certificates.create(directory, _listed(global_server), names, days=days)
+    _print(f"Made a CA, a certificate for the global server and {len(names)} for sites in {directory}.")
+    _print(f"  copy {directory / 'server'} to the global server")
     for name in names:
-        _say(f"  copy {directory / 'sites' / name} to {name}")
-    _say(f"  keep {directory / 'ca-key.pem'} offline: who has it can let anyone in")
+        _print(f"  copy {directory / 'sites' / name} to {name}")
+    _print(f"  keep {directory / 'ca-key.pem'} offline: whoever has it can admit anyone")
 
 
 @app.command("add-site")
@@ -51,39 +51,39 @@ def add_site(
     renew: Annotated[bool, typer.Option("--renew", help="Replace the key and certificate of a site.")] = False,
     days: Days = 825,
 ) -> None:
-    """Make a certificate for a new site, or a new one for a site that is there."""
+    """Make a certificate for a new site, or a new one for an existing site."""
     place, listed = directory / "sites" / name, directory / "server" / "revoked.txt"
-    old = (place / "cert.pem").read_bytes() if renew and name in issue.sites(directory) else None
-    lives = old is not None and not credentials.Revoked(listed).has(credentials.serial_of(old))
-    issue.add_site(directory, name, renew=renew, days=days)
-    _say(f"Made a certificate for {name}.\n  copy {place} to {name}")
-    if old is not None and lives:
+    old = (place / "cert.pem").read_bytes() if renew and name in certificates.sites(directory) else None
+    still_valid = old is not None and not credentials.Revoked(listed).has(credentials.serial_of(old))
+    certificates.add_site(directory, name, renew=renew, days=days)
+    _print(f"Made a certificate for {name}.\n  copy {place} to {name}")
+    if old is not None and still_valid:
         serial, expires = credentials.serial_of(old), credentials.expires_of(old)
-        _say(f"The old one, serial {serial:x}, stays valid until {expires:%Y-%m-%d}.")
-        _say(f"  to end it sooner, add its serial as a line to {listed} and copy that to the global server")
+        _print(f"The old one, serial {serial:x}, stays valid until {expires:%Y-%m-%d}.")
+        _print(f"  to end it sooner, add its serial as a line to {listed} and copy that to the global server")
 
 
 @app.command("renew-server")
 def renew_server(directory: Directory, global_server: Names, days: Days = 825) -> None:
     """Make a new key and certificate for the global server."""
-    issue.renew_server(directory, _listed(global_server), days=days)
-    _say(f"Made a certificate for the global server.\n  copy {directory / 'server'} to it and start it again")
+    certificates.renew_server(directory, _listed(global_server), days=days)
+    _print(f"Made a certificate for the global server.\n  copy {directory / 'server'} to it and start it again")
 
 
 @app.command("revoke")
 def revoke(directory: Directory, name: Site) -> None:
-    """Turn away the current certificate of a site from now on."""
-    serial = issue.revoke(directory, name)
-    _say(f"Revoked serial {serial:x} of {name}.")
-    _say(f"  copy {directory / 'server' / 'revoked.txt'} to the global server, which reads it again by itself")
-    _say(f"  to let {name} in again: weightgrad certs add-site {directory} {name} --renew")
+    """Refuse the current certificate of a site from now on."""
+    serial = certificates.revoke(directory, name)
+    _print(f"Revoked serial {serial:x} of {name}.")
+    _print(f"  copy {directory / 'server' / 'revoked.txt'} to the global server, which reads it again by itself")
+    _print(f"  to admit {name} again: weightgrad certs add-site {directory} {name} --renew")
 
 
 @app.command("show")
 def show(directory: Directory) -> None:
     """List who has a certificate, until when, and whether it is revoked."""
     paths = {"CA": directory / "ca.pem", "global server": directory / "server" / "cert.pem"}
-    paths |= {name: directory / "sites" / name / "cert.pem" for name in issue.sites(directory)}
+    paths |= {name: directory / "sites" / name / "cert.pem" for name in certificates.sites(directory)}
     if not paths["CA"].exists():
         raise CredentialsError(f"no {paths['CA']}; wanted the directory of a CA; make one with `weightgrad certs init`")
     revoked = credentials.Revoked(directory / "server" / "revoked.txt")
@@ -98,16 +98,16 @@ def show(directory: Directory) -> None:
             serial, expires = credentials.serial_of(pem), credentials.expires_of(pem)
             table.add_row(who, f"{serial:x}", f"{expires:%Y-%m-%d}", "yes" if revoked.has(serial) else "no")
             left = expires - datetime.now(timezone.utc)
-            if left < SOON:
+            if left < EXPIRES_SOON:
                 ending.append(f"{who} {'has expired' if left < timedelta(0) else f'expires in {left.days} days'}")
     Console(highlight=False).print(table)
     for line in ending:
-        _say(line)
+        _print(line)
 
 
 def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     Console(highlight=False).print(line, markup=False, soft_wrap=True)

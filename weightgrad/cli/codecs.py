@@ -1,4 +1,4 @@
-"""`weightgrad codecs`: what there is, one line each."""
+"""`weightgrad codecs`: every codec, one line each; or one of them explained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from weightgrad import kernels
-from weightgrad.codecs import available, explain, parse, summary
+from weightgrad.codecs import available, explain, parse, signature, summary
 
 
 def codecs(
@@ -22,10 +22,12 @@ def codecs(
     if spec is not None:
         codec = parse(spec)
         kind = "unbiased" if codec.unbiased else "biased"
-        error = "keeps its error" if codec.carries_error else "keeps no error"
-        console.print(f"{codec}  ({kind}, {error})")
+        error = "with error feedback" if codec.carries_error else "without error feedback"
+        console.print(f"{codec}: {kind}, {error}")
         return
     for name, cls in available().items():
         console.print(f"{name:<10} {summary(cls)}")
-    console.print("\n`weightgrad codecs NAME` shows a codec's arguments and where it comes from.")
+        console.print(f"{'':<10} {signature(cls)}")
+    console.print("\n`weightgrad codecs NAME` explains a codec and says which paper it is from.")
+    console.print("`weightgrad codecs SPEC` checks a spec, such as 'ef(topk(0.01) > qsgd(bits=4))'.")
     console.print(f"kernels: {kernels.status()}")

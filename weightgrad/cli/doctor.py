@@ -1,4 +1,4 @@
-"""`weightgrad doctor`: what this machine gives us."""
+"""`weightgrad doctor`: versions, processor and kernels of this machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.console import Console
 
 import weightgrad
 from weightgrad import kernels
-from weightgrad.report.machine import processor
+from weightgrad.machine import processor
 
 
 def doctor() -> None:
-    """Say which kernels are active and why, and what else matters for a bug report."""
+    """Print which kernels are in use and why, and what else belongs in a bug report."""
     console = Console(highlight=False, soft_wrap=True)
     cuda = f"{torch.cuda.device_count()} device(s)" if torch.cuda.is_available() else "none"
     for name, value in (

@@ -1,4 +1,4 @@
-"""`weightgrad inspect`: what is in a frame."""
+"""`weightgrad inspect`: what is in a file of frames."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightgrad.report.frame_view import describe
-from weightgrad.wire import frames
+from weightgrad.codecs import Payload, decode
+from weightgrad.codecs.registry import format_named
+from weightgrad.wire import frame_bytes, frames
 
 
 def inspect(
@@ -28,3 +29,32 @@ def inspect(
         console.print(f"frame {number}", style="bold")
         for name, value in view.items():
             console.print(f"  {name:12}{value}", markup=False)
+
+
+def describe(payload: Payload, values: int) -> dict[str, object]:
+    """Describe the payload of a frame.
+
+    Args:
+        payload: What the frame holds.
+        values: How many decoded values to show.
+
+    Returns:
+        Format, parameters, shape, sizes and first values, by name.
+    """
+    size, n = frame_bytes(payload), payload.numel
+    view: dict[str, object] = {
+        "format": f"{payload.codec} (id {format_named(payload.codec).wire_id})",
+        "parameters": format_named(payload.codec).describe(payload.params),
+        "dtype": str(payload.dtype).removeprefix("torch."),
+        "shape": list(payload.shape),
+        "elements": n,
+        "frame_bytes": size,
+        "body_bytes": payload.body.numel(),
+        "bits_each": round(8 * size / n, 3) if n else None,
+        "times_fp32": round(4 * n / size, 2) if n else None,
+    }
+    if values:
+        flat = decode(payload).reshape(-1)
+        view["values"] = [round(v, 6) for v in flat[:values].tolist()]
+        view["norm"] = round(float(flat.double().norm()), 6) if n else 0.0
+    return view

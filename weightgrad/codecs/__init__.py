@@ -1,18 +1,25 @@
 """Tensor to compact payload and back: every published quantizer behind one interface.
 
-codec = codecs.parse("ef(topk(0.01) > qsgd(bits=4))")
-state = codec.init(x)
-payload, state = codec.encode(x, state, key)
-y = codecs.decode(payload)
+    codec = codecs.parse("ef(topk(0.01) > qsgd(bits=4))")
+    state = codec.init(x)
+    payload, state = codec.encode(x, state, key)
+    y = codecs.decode(payload)
+
+A codec is one file in this package. The package imports all of its files, so that a new codec is known to `parse`,
+to the simulator and to `weightgrad bench codecs` without another line anywhere.
 """
+
+import importlib
+import pkgutil
 
 from weightgrad.codecs.adaptive import Adaptive
 from weightgrad.codecs.clip import Clip
 from weightgrad.codecs.codebook import Codebook
-from weightgrad.codecs.codec import Codec, Stage, State
+from weightgrad.codecs.codec import Benchmark, Codec, Stage, State
+from weightgrad.codecs.cost import benchmarks
 from weightgrad.codecs.dgc import Dgc
 from weightgrad.codecs.elias import Elias
-from weightgrad.codecs.feedback import ErrorFeedback
+from weightgrad.codecs.error_feedback import ErrorFeedback
 from weightgrad.codecs.floats import Bf16, Fp16, Fp32
 from weightgrad.codecs.lossaware import LossAware
 from weightgrad.codecs.onebit import OneBit
@@ -27,6 +34,7 @@ from weightgrad.codecs.terngrad import TernGrad
 
 __all__ = [
     "Adaptive",
+    "Benchmark",
     "Bf16",
     "Clip",
     "Codebook",
@@ -49,6 +57,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "available",
+    "benchmarks",
     "decode",
     "decode_add",
     "explain",
@@ -60,3 +69,6 @@ __all__ = [
     "summary",
     "unpack_entries",
 ]
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, not_finite
+from weightgrad.codecs.codec import Benchmark, Codec, Stage, State, between, flat32, not_finite
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.spec import codec
@@ -24,6 +24,9 @@ from weightgrad.kernels.moments import moments
 class Clip(Stage):
     """Cut at this many standard deviations, then encode with the next codec."""
 
+    encode_gb_s, decode_gb_s = 1.2, 18.0
+    benchmarks = (Benchmark("clip(2.5) > qsgd(bits=4)"),)
+
     sigma: float
     then: Codec = dataclasses.field(default_factory=Fp32)
 
@@ -34,11 +37,11 @@ class Clip(Stage):
 
     @property
     def carries_error(self) -> bool:
-        """If the codec behind it does."""
+        """Whether the next codec keeps its own error."""
         return self.then.carries_error
 
     def init(self, like: Tensor) -> State:
-        """The state of the codec behind it."""
+        """Make the state of the next codec."""
         return self.then.init(like)
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:

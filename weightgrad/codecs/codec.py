@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,10 +28,34 @@ State: TypeAlias = dict[str, Tensor]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
+class Benchmark(NamedTuple):
+    """A spec that `weightgrad bench codecs` measures, and the least speed it must reach.
+
+    Attributes:
+        spec: The codec with its arguments.
+        encode: Least encoding speed of the native kernels on one thread, as a ratio to torch's `copy_`; None for none.
+        decode: The same for decoding.
+    """
+
+    spec: str
+    encode: float | None = None
+    decode: float | None = None
+
+
 class Codec(ABC):
-    """A way to turn a tensor into few bytes. Concrete codecs are frozen dataclasses."""
+    """A way to turn a tensor into few bytes. Concrete codecs are frozen dataclasses.
+
+    Attributes:
+        spec_name: The codec's name in a spec; the decorator `codec` sets it.
+        encode_gb_s: Encoding speed on one thread in GB/s of float32, from which `cost` takes virtual time.
+        decode_gb_s: Decoding speed in the same unit.
+        benchmarks: What `weightgrad bench codecs` measures of this codec.
+    """
 
     spec_name: ClassVar[str]
+    encode_gb_s: ClassVar[float]
+    decode_gb_s: ClassVar[float]
+    benchmarks: ClassVar[tuple[Benchmark, ...]] = ()
 
     @property
     def unbiased(self) -> bool:
@@ -40,27 +64,55 @@ class Codec(ABC):
 
     @property
     def carries_error(self) -> bool:
-        """Whether it keeps its own error feedback, so that ef(...) around it would count it twice."""
+        """Whether the codec keeps its own error feedback, so that ef(...) around it would count the error twice."""
         return False
 
     def init(self, like: Tensor) -> State:
-        """A fresh state for tensors of this shape and device."""
+        """Make a fresh state.
+
+        Args:
+            like: A tensor of the shape and on the device of those to be encoded.
+
+        Returns:
+            The state for the first call of `encode`.
+        """
         del like
         return {}
 
     @abstractmethod
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
-        """Encode a tensor. `out` is an optional uint8 buffer for the body, to be reused by the caller.
+        """Encode a tensor.
 
-        A codec whose body has a size that depends on the values uses it when it is large enough.
+        Args:
+            x: The tensor; float32, float16, bfloat16 or float64.
+            state: What `init` or the last call returned. It is consumed: its tensors are changed in place.
+            key: Picks the noise of stochastic rounding and the samples that a codec takes.
+            out: A uint8 buffer for the body, to be used again by the caller. A codec whose body has a size that
+                depends on the values uses it when it is large enough.
+
+        Returns:
+            The payload, and the state for the next call.
+
+        Raises:
+            EncodeError: The tensor has a NaN or Inf (NonFiniteError), or values or a dtype that the codec cannot
+                encode; the state is then as before, up to rounding.
+            StateError: The state is not of this codec and shape.
         """
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
-        """Encode x + residual and leave in `residual` (flat float32) what the payload does not say.
+        """Encode x + residual and leave in the residual what the payload does not say.
 
-        On NonFiniteError the residual is as before, up to rounding.
+        Args:
+            x: The tensor.
+            residual: Flat float32; on NonFiniteError it is as before, up to rounding.
+            state: As for `encode`.
+            key: As for `encode`.
+            out: As for `encode`.
+
+        Returns:
+            The payload, and the state for the next call.
         """
         from weightgrad.codecs.registry import decode_into
 
@@ -78,7 +130,7 @@ class Codec(ABC):
         return f"{self.spec_name}({', '.join(self._arguments())})"
 
     def _arguments(self) -> list[str]:
-        """The first field always, as it names the codec's main dial; the others when not default."""
+        """The arguments as text: the first field always, because it is the main one, the others where not default."""
         shown = []
         for place, field in enumerate(dataclasses.fields(self)):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -100,7 +152,7 @@ class Stage(Codec):
     then: Codec
 
     def __gt__(self, other: Codec) -> Codec:
-        """The codec behind this stage; at the end of the chain if there are stages already."""
+        """Put a codec behind this stage, or at the end of the chain if there are stages behind it already."""
         if not isinstance(other, Codec):
             return NotImplemented
         last = self.then > other if isinstance(self.then, Stage) else other
@@ -118,7 +170,12 @@ class Stage(Codec):
 
 
 def flat32(x: Tensor) -> Tensor:
-    """The elements in order as one contiguous float32 vector; no copy when they are that already."""
+    """View a tensor as one contiguous float32 vector; it is copied only where it must be.
+
+    Raises:
+        EncodeError: Its dtype is no float, or it has too many elements.
+        NonFiniteError: A float64 element is NaN, Inf or too large for float32.
+    """
     if x.dtype not in FLOATS:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
         raise EncodeError(f"cannot encode a tensor of dtype {x.dtype}; convert it to one of {wanted}")
@@ -145,7 +202,7 @@ def require_finite(flat: Tensor) -> None:
 
 
 def advance(residual: Tensor, flat: Tensor) -> None:
-    """residual += flat, unless that would make a NaN or Inf: then NonFiniteError, and it is as before."""
+    """Add `flat` to the residual; where that makes a NaN or Inf, undo it and raise NonFiniteError."""
     done = select.scan(flat, residual, None, 0.0, select.Thresholds(math.inf, -math.inf), 0).done
     if done < flat.numel():
         residual[:done] -= flat[:done]
@@ -153,7 +210,7 @@ def advance(residual: Tensor, flat: Tensor) -> None:
 
 
 def not_finite(flat: Tensor) -> NonFiniteError:
-    """The error for a tensor in which a kernel met a NaN or Inf; names the element."""
+    """Make the error for a tensor in which a kernel met a NaN or Inf; it names the element."""
     try:
         require_finite(flat)
     except NonFiniteError as error:
@@ -162,7 +219,7 @@ def not_finite(flat: Tensor) -> NonFiniteError:
 
 
 def body_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
-    """The first `nbytes` of the caller's buffer, or a new one."""
+    """Take the first `nbytes` of the caller's buffer, or a new one where there is none."""
     if out is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device != device:
@@ -175,7 +232,7 @@ def body_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
 
 
 def joined(parts: list[Tensor], out: Tensor | None) -> Tensor:
-    """The parts of a body whose size is not known beforehand, one after the other; in `out` if they fit."""
+    """Join the sections of a body whose size is not known beforehand; in `out` if they fit."""
     size = sum(part.numel() for part in parts)
     if out is None or out.numel() < size:
         return torch.cat(parts)
@@ -185,7 +242,18 @@ def joined(parts: list[Tensor], out: Tensor | None) -> Tensor:
 
 
 def state_tensor(state: State, name: str, shape: tuple[int, ...], codec: Codec, like: Tensor | None = None) -> Tensor:
-    """A tensor of the state, checked: kernels work on its memory. `like` is on the device it must be on."""
+    """Take a tensor from a state and check it, because kernels work on its memory.
+
+    Args:
+        state: The state that was given to `encode`.
+        name: Which tensor of it.
+        shape: The shape it must have.
+        codec: For the message.
+        like: A tensor on the device it must be on, or None.
+
+    Raises:
+        StateError: It is missing, or of another shape, dtype, layout or device.
+    """
     tensor = state.get(name)
     dtype = torch.int64 if name == "step" else torch.float32
     wanted = f"contiguous {dtype} of shape {list(shape)}" + (f" on {like.device}" if like is not None else "")
@@ -202,13 +270,13 @@ def state_tensor(state: State, name: str, shape: tuple[int, ...], codec: Codec, 
 
 
 def choose(owner: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Validate a field that has a short list of values."""
+    """Check a field that has a short list of values; raise SpecError if it has another."""
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise SpecError(f"{owner}: {field}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}")
 
 
 def between(owner: str, field: str, value: object, low: float, high: float, *, whole: bool = False) -> None:
-    """Validate a number in low..high."""
+    """Check that a field is a number from `low` to `high`; raise SpecError if it is not."""
     good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not good or not low <= value <= high:  # type: ignore[operator]
         kind = "a whole number" if whole else "a number"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, not_finite, state_tensor
+from weightgrad.codecs.codec import Benchmark, Codec, Stage, State, between, flat32, not_finite, state_tensor
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.sparse import Carried, check_values_codec, entries_for, largest, leave_error, pack_entries
@@ -34,6 +34,9 @@ _FIRST = 0.25
 class Dgc(Stage):
     """Top-k with momentum correction, factor masking and warm-up."""
 
+    encode_gb_s, decode_gb_s = 5.0, 22.1
+    benchmarks = (Benchmark("dgc(fraction=0.001)", 0.4),)
+
     fraction: float = 0.001
     momentum: float = 0.9
     clip: float = 0.0
@@ -49,16 +52,16 @@ class Dgc(Stage):
 
     @property
     def carries_error(self) -> bool:
-        """Its accumulators are the error."""
+        """Always True: the accumulators are the error."""
         return True
 
     def init(self, like: Tensor) -> State:
-        """Velocity u, accumulator v, and how many calls there were."""
+        """Make zeros for the velocity u, the accumulator v (`residual`) and the count of calls."""
         zeros = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
         return {"velocity": zeros, "residual": zeros.clone(), "step": torch.zeros((), dtype=torch.int64)}
 
     def fraction_at(self, step: int) -> float:
-        """The kept fraction at this call."""
+        """Return the fraction that is kept at this call."""
         if step >= self.warmup or self.fraction >= _FIRST:
             return self.fraction
         stage = step * _STAGES // self.warmup
@@ -72,7 +75,7 @@ class Dgc(Stage):
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
-        """With an accumulator v of the caller's."""
+        """Encode with the caller's residual as accumulator v."""
         flat = flat32(x)
         n = flat.numel()
         velocity = state_tensor(state, "velocity", (n,), self, x)

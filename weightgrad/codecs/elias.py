@@ -1,9 +1,9 @@
 """QSGD with Elias coding: only the levels that are not zero, by distance, sign and size.
 
-QSGD's second idea. With the L2 norm and few levels almost every level is zero (about sqrt(n)
-of n are not), so a list of gaps is far shorter than a code for each element. Levels are those
-of `qsgd` with the same arguments and key, decoded exactly. Gamma codes serve for gaps and for
-levels: the paper's recursive code is no shorter at these sizes.
+The entropy coding of QSGD (Alistarh et al., 2017). With the L2 norm and few levels almost every
+level is zero (about sqrt(n) of n are not), so a list of gaps is far shorter than a code for each
+element. Levels are those of `qsgd` with the same arguments and key, decoded exactly. Gamma codes
+serve for gaps and for levels: the paper's recursive code is no shorter at these sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.codecs.codec import Codec, State, between, choose, flat32, joined, not_finite
+from weightgrad.codecs.codec import Benchmark, Codec, State, between, choose, flat32, joined, not_finite
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.qsgd import check_bucket
 from weightgrad.codecs.registry import floats, register, sections, unpack_params
@@ -33,6 +33,9 @@ PARAMS = "<BxxxxxxxQQ"  # bits, bucket, bytes of the stream
 class Elias(Codec):
     """QSGD's levels, Elias-coded: short when most levels are zero."""
 
+    encode_gb_s, decode_gb_s = 2.4, 2.9
+    benchmarks = (Benchmark("elias(bits=2)"),)
+
     bits: int = 2
     bucket: int = 512
     norm: str = "l2"
@@ -45,7 +48,7 @@ class Elias(Codec):
 
     @property
     def unbiased(self) -> bool:
-        """As qsgd with stochastic rounding."""
+        """Always True: rounding is stochastic."""
         return True
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
@@ -74,7 +77,7 @@ class Elias(Codec):
 
 @register("elias", 5, PARAMS, ("bits", "bucket", "stream_bytes"))
 def decode_elias(payload: Payload, out: Tensor, mode: int) -> None:
-    """Scales, stream length of each bucket (u16), streams."""
+    """Decode scales, the length of each bucket's stream (u16), and the streams."""
     bits, bucket, total = unpack_params(payload, PARAMS)
     good = bits in (2, 3, 4, 8) and 32 <= bucket <= stream_kernel.MAX_BUCKET and bucket % 32 == 0
     if not good:
@@ -101,7 +104,7 @@ def _chunks(
     scales: Tensor, lengths: Tensor, stream: Tensor, n: int, bucket: int, levels: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first element, codes, scales) of a chunk of buckets at a time."""
-    # The twin takes one code of every bucket at a time, so it wants many buckets.
+    # The reference implementation takes one code of every bucket at a time, so it wants many buckets.
     per = max(1, fixed.CHUNK * (1 if native.library_for(stream) else 16) // bucket)
     at = 0
     for first in range(0, lengths.numel(), per):

@@ -14,13 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.codecs.codec import Codec, State, advance, between, choose, flat32, require_finite, state_tensor
+from weightgrad.codecs.codec import (
+    Benchmark,
+    Codec,
+    State,
+    advance,
+    between,
+    choose,
+    flat32,
+    require_finite,
+    state_tensor,
+)
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.registry import decode_into, floats, register, sections, unpack_params
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import EncodeError, ParamsError, RangeError
-from weightgrad.kernels import fixed, noise
-from weightgrad.kernels import lowrank as kernel
+from weightgrad.kernels import dense, fixed, noise
 
 PARAMS = "<Q"  # rank; 0: sent as it is
 
@@ -35,6 +44,9 @@ def _matrix(shape: tuple[int, ...], n: int) -> tuple[int, int]:
 class PowerSgd(Codec):
     """Two thin matrices of this rank, with warm start and error feedback."""
 
+    encode_gb_s, decode_gb_s = 2.4, 17.4
+    benchmarks = (Benchmark("powersgd(rank=2)"),)
+
     rank: int = 2
     feedback: bool = True
 
@@ -44,7 +56,7 @@ class PowerSgd(Codec):
 
     @property
     def carries_error(self) -> bool:
-        """Unless told otherwise."""
+        """True unless `feedback=False` leaves the error to the caller."""
         return self.feedback
 
     def _rank(self, shape: tuple[int, ...], n: int) -> int:
@@ -53,7 +65,7 @@ class PowerSgd(Codec):
         return rank if rank * (rows + cols) < n else 0
 
     def init(self, like: Tensor) -> State:
-        """The last Q (a fixed random start) and the error."""
+        """Make the first Q, which is fixed noise, and a residual of zeros."""
         shape, n = tuple(like.shape), like.numel()
         rank, cols = self._rank(shape, n), _matrix(shape, n)[1]
         start = noise.noise16(noise.mix(n), 0, cols * rank, torch.device("cpu")).to(torch.float32)
@@ -63,7 +75,7 @@ class PowerSgd(Codec):
         return state
 
     def encode(self, x: Tensor, state: State, key: int, *, out: Tensor | None = None) -> tuple[Payload, State]:
-        """See Codec.encode. Two products with the matrix: BLAS decides the speed."""
+        """Encode with two products with the matrix, so that BLAS decides the speed; see Codec.encode."""
         if not self.feedback:
             return self._factor(x, flat32(x), state)
         residual = state_tensor(state, "residual", (x.numel(),), self, x)
@@ -73,7 +85,7 @@ class PowerSgd(Codec):
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
-        """With a residual of the caller's."""
+        """Encode with a residual of the caller's."""
         flat = flat32(x)
         advance(residual, flat)
         try:
@@ -112,7 +124,7 @@ def _product(matrix: Tensor, thin: Tensor, flat: Tensor) -> Tensor:
 
 @register("lowrank", 10, PARAMS, ("rank",))
 def decode_lowrank(payload: Payload, out: Tensor, mode: int) -> None:
-    """P (rows x rank), Q (columns x rank), row by row; or the elements themselves when rank is 0."""
+    """Decode P (rows x rank) and Q (columns x rank), row by row; or the elements themselves when rank is 0."""
     (rank,) = unpack_params(payload, PARAMS)
     n = payload.numel
     rows, cols = _matrix(payload.shape, n)
@@ -124,4 +136,4 @@ def decode_lowrank(payload: Payload, out: Tensor, mode: int) -> None:
         return
     p_bytes, q_bytes = sections(payload, 4 * rows * rank, 4 * cols * rank)
     p, q = floats(p_bytes).view(rows, rank), floats(q_bytes).view(cols, rank).t().contiguous()
-    kernel.lowrank(p, q, out, mode)
+    dense.lowrank(p, q, out, mode)

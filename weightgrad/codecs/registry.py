@@ -32,7 +32,7 @@ class Format:
     decode: Decoder
 
     def describe(self, params: bytes) -> dict[str, object]:
-        """Parameters by name."""
+        """Return the parameters by name."""
         size = struct.calcsize(self.params)
         return dict(zip(self.fields, struct.unpack(self.params, params[:size]), strict=True))
 
@@ -42,7 +42,20 @@ _by_id: dict[int, Format] = {}
 
 
 def register(name: str, wire_id: int, params: str, fields: tuple[str, ...]) -> Callable[[Decoder], Decoder]:
-    """Enter a decoder under its name and id."""
+    """Enter a decoder under the name and id of its wire format.
+
+    Args:
+        name: Name of the format, which a payload has as `codec`.
+        wire_id: Its id on the wire; an id is never reused.
+        params: Layout of the parameters for `struct`, little-endian.
+        fields: Names of the parameters.
+
+    Returns:
+        A decorator for the decoder.
+
+    Raises:
+        ValueError: Name or id is taken.
+    """
 
     def enter(decoder: Decoder) -> Decoder:
         if name in _by_name or wire_id in _by_id:
@@ -55,30 +68,30 @@ def register(name: str, wire_id: int, params: str, fields: tuple[str, ...]) -> C
 
 
 def formats() -> tuple[Format, ...]:
-    """Every format, by id."""
+    """Return every format, ordered by id."""
     return tuple(_by_id[i] for i in sorted(_by_id))
 
 
 def format_named(name: str) -> Format:
-    """The format of that name."""
+    """Return the format of that name, or raise SpecError."""
     if name not in _by_name:
         raise SpecError(f"no wire format {name!r}; there are {', '.join(sorted(_by_name))}")
     return _by_name[name]
 
 
 def wire_id(name: str) -> int:
-    """Id of a format."""
+    """Return the id of a format, or raise SpecError."""
     return format_named(name).wire_id
 
 
 def wire_name(identifier: int) -> str | None:
-    """Name of a format, or None."""
+    """Return the name of the format with this id, or None."""
     entry = _by_id.get(identifier)
     return None if entry is None else entry.name
 
 
 def unpack_params(payload: Payload, layout: str) -> tuple[int, ...]:
-    """The parameters, which must have exactly this layout."""
+    """Unpack the parameters of a payload; raise ParamsError if they do not have exactly this layout."""
     if len(payload.params) != struct.calcsize(layout):
         raise ParamsError(
             f"{payload.codec}: {len(payload.params)} bytes of parameters, expected {struct.calcsize(layout)}"
@@ -87,19 +100,19 @@ def unpack_params(payload: Payload, layout: str) -> tuple[int, ...]:
 
 
 def sections(payload: Payload, *sizes: int) -> list[Tensor]:
-    """The body cut into parts of these sizes, which must add up to all of it."""
+    """Cut a body into sections of these sizes; raise BodyLengthError if they are not all of it."""
     if sum(sizes) != payload.body.numel():
         raise BodyLengthError(f"{payload.codec}: a body of {payload.body.numel()} bytes, expected {sum(sizes)}")
     return list(torch.split(payload.body, list(sizes)))
 
 
 def floats(section: Tensor) -> Tensor:
-    """Bytes of a body as float32."""
+    """View bytes of a body as float32."""
     return section.view(torch.float32) if section.storage_offset() % 4 == 0 else section.clone().view(torch.float32)
 
 
 def decode_into(payload: Payload, out: Tensor, mode: int) -> None:
-    """out (mode)= decoded, for a flat float32 tensor of the right size."""
+    """Decode into a flat float32 tensor of the right size: store, add or subtract, as `mode` says."""
     if payload.codec not in _by_name:
         raise UnknownCodecError(f"no wire format {payload.codec!r}; there are {', '.join(sorted(_by_name))}")
     _by_name[payload.codec].decode(payload, out, mode)
@@ -114,10 +127,17 @@ def _flat_target(payload: Payload, out: Tensor) -> Tensor:
 
 
 def decode(payload: Payload, *, out: Tensor | None = None) -> Tensor:
-    """The tensor a payload stands for, in the dtype and shape it came from.
+    """Decode a payload.
 
-    `out`, contiguous float32, is filled instead of a new tensor: a fresh 100 MB tensor costs
-    more than the decoding.
+    Args:
+        payload: What a codec made, here or on another machine.
+        out: Contiguous float32 to fill instead of a new tensor: a fresh 100 MB tensor costs more than the decoding.
+
+    Returns:
+        The tensor, in the dtype and shape it came from; or `out`.
+
+    Raises:
+        DecodeError: The payload is not what a codec writes, or `out` does not fit.
     """
     if out is not None:
         decode_into(payload, _flat_target(payload, out), fixed.STORE)
@@ -128,6 +148,17 @@ def decode(payload: Payload, *, out: Tensor | None = None) -> Tensor:
 
 
 def decode_add(payload: Payload, out: Tensor) -> Tensor:
-    """out += decoded: how a server adds up many payloads in one buffer."""
+    """Decode a payload and add it to a tensor: this is how a server adds up many payloads in one buffer.
+
+    Args:
+        payload: What a codec made.
+        out: Contiguous float32 of the payload's shape.
+
+    Returns:
+        `out`.
+
+    Raises:
+        DecodeError: The payload is not what a codec writes, or `out` does not fit.
+    """
     decode_into(payload, _flat_target(payload, out), fixed.ADD)
     return out

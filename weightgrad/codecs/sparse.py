@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from weightgrad.codecs import registry
-from weightgrad.codecs.codec import Codec, Stage, State, between, flat32, joined, not_finite, state_tensor
+from weightgrad.codecs.codec import Benchmark, Codec, Stage, State, between, flat32, joined, not_finite, state_tensor
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import BodyContentError, EncodeError, ParamsError, SpecError
-from weightgrad.kernels import bits, fixed, halves, noise, select
+from weightgrad.kernels import bits, dense, fixed, noise, select
 
 PARAMS = "<QQBBBx"  # entries, bits of the unary stream, Rice?, width, format of the values
 _SAMPLE = 1 << 15
@@ -37,7 +37,15 @@ _TOLERANCE = 0.1
 
 
 def check_values_codec(owner: str, then: Codec) -> None:
-    """Values are other entries every time, so their codec cannot carry anything over."""
+    """Check a codec for the values of chosen entries: they are other entries every time, so it can carry nothing over.
+
+    Args:
+        owner: What the message names first.
+        then: The codec of the values.
+
+    Raises:
+        SpecError: It is no codec, chooses entries itself, or keeps state.
+    """
     if not isinstance(then, Codec):
         raise SpecError(f"{owner}: expected a codec behind '>', got {then!r}")
     last = then
@@ -55,9 +63,19 @@ def check_values_codec(owner: str, then: Codec) -> None:
 def pack_entries(
     indices: Tensor, values: Tensor, like: Tensor, then: Codec, key: int, out: Tensor | None = None
 ) -> tuple[Payload, Payload]:
-    """The sparse payload of sorted int64 indices, and the payload of the values inside it.
+    """Make a sparse payload of chosen entries.
 
-    The inner one lives in scratch memory, until the thread packs the next.
+    Args:
+        indices: Sorted int64 places in the flat tensor.
+        values: Float32 values at these places.
+        like: The tensor they come from, for its dtype and shape.
+        then: Codec of the values; one without state.
+        key: As for `Codec.encode`.
+        out: As for `Codec.encode`.
+
+    Returns:
+        The payload, and the payload of the values inside it, which lives in scratch memory until the thread packs
+        the next.
     """
     check_values_codec("pack_entries", then)
     room = fixed.scratch("values", values.new_empty(1).expand(4 * values.numel() + 4096), torch.uint8)
@@ -71,15 +89,26 @@ def pack_entries(
 
 @registry.register("sparse", 9, PARAMS, ("entries", "unary_bits", "rice", "width", "values_format"))
 def decode_sparse(payload: Payload, out: Tensor, mode: int) -> None:
-    """Low bits of the gaps, their unary part, zeros to a multiple of 8, the body of the values."""
+    """Decode low bits of the gaps, their unary part, zeros to a multiple of 8, and the body of the values."""
     indices, values = unpack_entries(payload, out.device)
     if mode == fixed.STORE:
-        halves.clear(out)
+        dense.clear(out)
     select.scatter(indices, values, out, mode)
 
 
 def unpack_entries(payload: Payload, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The indices of a sparse payload, ascending, and the float32 values at them, on the device."""
+    """Unpack the entries of a sparse payload.
+
+    Args:
+        payload: A payload of the format "sparse".
+        device: Where the values are decoded; None is the payload's device.
+
+    Returns:
+        The indices, ascending, and the float32 values at them.
+
+    Raises:
+        DecodeError: It is not something that the encoder writes.
+    """
     size = struct.calcsize(PARAMS)
     if len(payload.params) < size:
         raise ParamsError(f"sparse: {len(payload.params)} bytes of parameters, expected at least {size}")
@@ -108,7 +137,7 @@ def unpack_entries(payload: Payload, device: torch.device | None = None) -> tupl
 
 
 class Chosen(NamedTuple):
-    """Entries to send, in order. `cleared`: they are zero already where they came from."""
+    """Entries to send, in order. `cleared` says that they are zero already where they came from."""
 
     indices: Tensor
     values: Tensor
@@ -116,62 +145,62 @@ class Chosen(NamedTuple):
 
     @property
     def lowest(self) -> Tensor:
-        """The smallest magnitude chosen, on the host."""
+        """The smallest magnitude that was chosen, on the host."""
         return self.values.abs().min().cpu() if self.values.numel() else torch.zeros(())
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What a selection looks at: h = held (+ x), or with momentum (see kernels.select)."""
+    """What a selection looks at: h = residual (+ x), or with momentum as in kernels.select."""
 
     x: Tensor | None
-    held: Tensor
+    residual: Tensor
     velocity: Tensor | None = None
     momentum: float = 0.0
 
     @property
     def clears(self) -> bool:
-        """With error feedback alone, a scan can clear what it lists on its way."""
+        """Whether the scan itself may clear what it lists: with error feedback and no momentum."""
         return self.x is not None and self.velocity is None
 
     def scan(self, thresholds: select.Thresholds, room: int) -> select.Selected:
-        """The pass that also advances `held`; call once, then `again`."""
-        found = select.scan(self.x, self.held, self.velocity, self.momentum, thresholds, room, clear=self.clears)
-        if found.done < self.held.numel():
+        """Scan and advance the residual. Call it once, then go on with what `again` returns."""
+        found = select.scan(self.x, self.residual, self.velocity, self.momentum, thresholds, room, clear=self.clears)
+        if found.done < self.residual.numel():
             if self.clears:
-                select.scatter(found.indices, found.values, self.held)
+                select.scatter(found.indices, found.values, self.residual)
             self.roll_back(found.done)
-            raise not_finite(self.held if self.x is None else self.x)
+            raise not_finite(self.residual if self.x is None else self.x)
         return found
 
     def again(self, found: select.Selected) -> Carried:
-        """The same after a scan that was not good enough."""
+        """Return what is left to look at after a scan that did not list the right number of entries."""
         if self.clears:
-            select.scatter(found.indices, found.values, self.held)
-        return Carried(None, self.held)
+            select.scatter(found.indices, found.values, self.residual)
+        return Carried(None, self.residual)
 
     def roll_back(self, done: int) -> None:
         """Undo the advance of the first `done` elements, up to rounding."""
         if self.x is None:
             return
-        x, held = self.x[:done], self.held[:done]
+        x, residual = self.x[:done], self.residual[:done]
         if self.velocity is None:
-            held -= x
+            residual -= x
             return
         speed = self.velocity[:done]
-        held -= speed
+        residual -= speed
         speed.sub_(x)
         if self.momentum:
             speed.div_(self.momentum)
 
 
 def largest(carried: Carried, k: int, key: int) -> Chosen:
-    """The k entries of largest magnitude."""
-    n = carried.held.numel()
+    """Choose the k entries of largest magnitude."""
+    n = carried.residual.numel()
     if n == 0:
-        return Chosen(torch.empty(0, dtype=torch.int64, device=carried.held.device), carried.held, True)
+        return Chosen(torch.empty(0, dtype=torch.int64, device=carried.residual.device), carried.residual, True)
     sizes = fixed.magnitude_bits(
-        select.sample(carried.x, carried.held, carried.velocity, carried.momentum, _SAMPLE, noise.mix(key ^ 0xA5))
+        select.sample(carried.x, carried.residual, carried.velocity, carried.momentum, _SAMPLE, noise.mix(key ^ 0xA5))
     )
     rank = k * sizes.numel() / n
     if sizes.numel() < n:  # a sample: stay on the safe side of k
@@ -188,17 +217,17 @@ def largest(carried: Carried, k: int, key: int) -> Chosen:
             room = found.total
         else:
             rank, room = 2 * rank, min(n, 2 * room)
-    back = carried.held if carried.clears else None
+    back = carried.residual if carried.clears else None
     return Chosen(*select.keep_largest(found.indices, found.values, k, back), cleared=carried.clears)
 
 
 class Selector(Stage):
-    """Shared by the codecs that choose entries: where the error goes."""
+    """Base of the codecs that choose entries: it packs them and leaves the error in the residual."""
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
-        """Fused: the scan adds x to the residual; what is sent leaves it."""
+        """Encode in one scan, which adds x to the residual; what is sent leaves it."""
         carried = Carried(flat32(x), residual)
         chosen, state = self._choose(carried, state, key)
         try:
@@ -217,11 +246,11 @@ class Selector(Stage):
 
     @abstractmethod
     def _choose(self, carried: Carried, state: State, key: int) -> tuple[Chosen, State]:
-        """The entries to send."""
+        """Choose the entries to send."""
 
 
 def leave_error(inner: Payload, chosen: Chosen, residual: Tensor) -> None:
-    """residual[indices] = values - what their codec made of them."""
+    """Set residual[indices] to the values less what their codec made of them."""
     if inner.codec == "fp32":
         if not chosen.cleared:
             select.scatter(chosen.indices, None, residual)
@@ -232,7 +261,7 @@ def leave_error(inner: Payload, chosen: Chosen, residual: Tensor) -> None:
 
 
 def entries_for(fraction: float, n: int) -> int:
-    """How many entries a fraction of n is: at least one, if there are any."""
+    """Say how many entries a fraction of n is: at least one, if there are any."""
     return min(n, max(1, round(fraction * n)))
 
 
@@ -240,6 +269,15 @@ def entries_for(fraction: float, n: int) -> int:
 @dataclass(frozen=True)
 class TopK(Selector):
     """The fraction of largest magnitude, exactly or by a controlled threshold."""
+
+    encode_gb_s, decode_gb_s = 5.7, 12.8
+    benchmarks = (
+        Benchmark("topk(0.01)"),
+        Benchmark("ef(topk(0.01))", 0.75),
+        Benchmark("ef(topk(0.001))", 0.75),
+        Benchmark("ef(topk(0.01, exact=False))"),
+        Benchmark("ef(topk(0.01) > qsgd(bits=4))"),
+    )
 
     fraction: float
     exact: bool = True
@@ -252,11 +290,11 @@ class TopK(Selector):
         check_values_codec("topk", self.then)
 
     def init(self, like: Tensor) -> State:
-        """The threshold that the controller carries; zero means none yet."""
+        """Make the threshold that is carried from call to call; zero means that there is none yet."""
         return {} if self.exact else {"threshold": torch.zeros((), dtype=torch.float32)}
 
     def _choose(self, carried: Carried, state: State, key: int) -> tuple[Chosen, State]:
-        n = carried.held.numel()
+        n = carried.residual.numel()
         k = entries_for(self.fraction, n)
         if self.exact:
             return largest(carried, k, key), state
@@ -270,7 +308,7 @@ class TopK(Selector):
                 new = {"threshold": torch.tensor(threshold, dtype=torch.float32)}
                 return Chosen(found.indices, found.values, carried.clears), new
             if found.complete and found.total > k:  # too low: the largest of the list will do
-                back = carried.held if carried.clears else None
+                back = carried.residual if carried.clears else None
                 kept = select.keep_largest(found.indices, found.values, k, back)
                 chosen = Chosen(*kept, cleared=carried.clears)
                 return chosen, {"threshold": chosen.lowest}
@@ -284,6 +322,9 @@ class TopK(Selector):
 class Threshold(Selector):
     """Every entry of at least this magnitude."""
 
+    encode_gb_s, decode_gb_s = 13.0, 19.0
+    benchmarks = (Benchmark("threshold(3.0)"),)
+
     value: float
     then: Codec = dataclasses.field(default_factory=Fp32)
 
@@ -292,7 +333,7 @@ class Threshold(Selector):
         check_values_codec("threshold", self.then)
 
     def _choose(self, carried: Carried, state: State, key: int) -> tuple[Chosen, State]:
-        n = carried.held.numel()
+        n = carried.residual.numel()
         thresholds = select.Thresholds.magnitude(self.value)
         found = carried.scan(thresholds, min(n, n // 50 + 1024))
         if not found.complete:

@@ -1,33 +1,35 @@
 """Codecs by name: `ef(topk(0.01) > qsgd(bits=4, bucket=512))`.
 
-The grammar is a small part of Python's, read with `ast` and never evaluated:
-
-    chain := codec [">" chain]
-    codec := name | name "(" [argument {"," argument}] ")"
-    argument := value | name "=" value          value := number | "text" | True | False | None | chain
+`weightgrad.call_syntax` has the grammar; this file knows the codecs and makes them from what was read.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from weightgrad.call_syntax import Call, CallSyntaxError, Chain
+from weightgrad.call_syntax import parse as parse_chain
 from weightgrad.codecs.codec import Codec, Stage
 from weightgrad.errors import SpecError
 
-_MAX_SPEC = 1000
 _codecs: dict[str, type[Codec]] = {}
-
 
 _Class = TypeVar("_Class", bound=type[Codec])
 
 
 def codec(name: str) -> Callable[[_Class], _Class]:
-    """Class decorator: enter a codec under its name in the spec language."""
+    """Enter a codec under its name in the spec language.
+
+    Args:
+        name: How a spec calls it, such as "qsgd".
+
+    Returns:
+        A decorator for the codec's class.
+    """
 
     def enter(cls: _Class) -> _Class:
         cls.spec_name = name
@@ -38,12 +40,12 @@ def codec(name: str) -> Callable[[_Class], _Class]:
 
 
 def available() -> dict[str, type[Codec]]:
-    """Every codec by name, sorted."""
+    """Return every codec by name, sorted."""
     return dict(sorted(_codecs.items()))
 
 
 def signature(cls: type[Codec]) -> str:
-    """How a codec is written, e.g. `qsgd(bits=4, bucket=512)`."""
+    """Write how a codec is called, e.g. `qsgd(bits=4, bucket=512)`."""
     parts = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name in ("then", "inner"):
@@ -58,75 +60,72 @@ def signature(cls: type[Codec]) -> str:
 
 
 def summary(cls: type[Codec]) -> str:
-    """The first line of a codec's docstring."""
+    """Return the first line of a codec's docstring."""
     return (inspect.getdoc(cls) or "").splitlines()[0]
 
 
 def explain(name: str) -> str:
-    """Arguments and background of a codec: its signature and the docstring of its file."""
+    """Explain a codec: its signature and the docstring of its file."""
     cls = _codecs[name]
     background = inspect.getdoc(inspect.getmodule(cls)) or ""
     return f"{signature(cls)}\n\n{background}"
 
 
 def parse(spec: str) -> Codec:
-    """The codec a spec stands for; `str(codec)` is a spec again."""
-    if len(spec) > _MAX_SPEC:
-        raise SpecError(f"a codec spec has at most {_MAX_SPEC} characters, got {len(spec)}")
-    try:
-        return _read(spec)
-    except (RecursionError, MemoryError):
-        raise SpecError("the codec spec is nested too deeply") from None
+    """Make the codec that a spec stands for; `str(codec)` is a spec again.
+
+    Args:
+        spec: For example "ef(topk(0.01) > qsgd(bits=4))".
+
+    Returns:
+        The codec, which has checked its arguments.
+
+    Raises:
+        SpecError: The spec cannot be read, or names a codec or argument that does not exist.
+    """
+    return _parse(spec)
 
 
 @lru_cache(maxsize=64)  # codecs do not change; `auto` asks for the same two at every round
-def _read(spec: str) -> Codec:
+def _parse(spec: str) -> Codec:
     try:
-        tree = ast.parse(spec.strip(), mode="eval")
-    except (SyntaxError, ValueError) as error:
+        return _codec(parse_chain(spec), spec)
+    except CallSyntaxError as error:
+        shown = spec if len(spec) < 200 else f"{spec[:200]}…"
         raise SpecError(
-            f"cannot read the codec spec {spec!r}: {error}; write e.g. 'ef(topk(0.01) > qsgd(bits=4))'"
+            f"cannot read the codec spec {shown!r}: {error}; write e.g. 'ef(topk(0.01) > qsgd(bits=4))'"
         ) from None
-    return _chain(tree.body, spec)
 
 
-def _chain(node: ast.expr, spec: str) -> Codec:
-    if not isinstance(node, ast.Compare):
-        return _codec(node, spec)
-    if not all(isinstance(op, ast.Gt) for op in node.ops):
-        raise SpecError(f"in {spec!r}: codecs are chained with '>' only")
-    parts = [_codec(part, spec) for part in (node.left, *node.comparators)]
-    chain = parts[-1]
-    for stage in reversed(parts[:-1]):
+def _codec(read: Call | Chain, spec: str) -> Codec:
+    """Make the codec of a call or a chain, from its last link to its first."""
+    if isinstance(read, Call):
+        return _called(read, spec)
+    *stages, chain = (_codec(link, spec) for link in read.links)
+    for stage in reversed(stages):
         if not isinstance(stage, Stage):
-            stages = ", ".join(name for name, cls in available().items() if issubclass(cls, Stage))
-            raise SpecError(f"in {spec!r}: nothing can follow {stage}; these can be followed by '>': {stages}")
+            known = ", ".join(name for name, cls in available().items() if issubclass(cls, Stage))
+            raise SpecError(f"in {spec!r}: nothing can follow {stage}; these can be followed by '>': {known}")
         chain = stage > chain
     return chain
 
 
-def _codec(node: ast.expr, spec: str) -> Codec:
-    if isinstance(node, ast.Name):
-        name, arguments, keywords = node.id, [], []
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        name, arguments, keywords = node.func.id, node.args, node.keywords
-    elif isinstance(node, ast.Compare):
-        return _chain(node, spec)
-    else:
-        raise SpecError(f"in {spec!r}: expected a codec such as qsgd(bits=4), found {ast.unparse(node)!r}")
+def _called(call: Call, spec: str) -> Codec:
+    """Make the codec of that name, with its arguments."""
+    name = call.name
     if name not in _codecs:
         raise SpecError(f"no codec {name!r}; there are {', '.join(available())}")
     cls = _codecs[name]
     fields = [f.name for f in dataclasses.fields(cls) if f.name != "then"]  # type: ignore[arg-type]
-    if len(arguments) > len(fields):
-        raise SpecError(f"{name} takes at most {len(fields)} arguments, got {len(arguments)}: {signature(cls)}")
-    values = {field: _value(a, spec) for field, a in zip(fields, arguments, strict=False)}
-    for keyword in keywords:
-        if keyword.arg not in fields:
-            raise SpecError(f"{name} has no argument {keyword.arg!r}: {signature(cls)}")
-        if keyword.arg in values:
-            raise SpecError(f"{name} got {keyword.arg!r} twice: {signature(cls)}")
-        values[keyword.arg] = _value(keyword.value, spec)
+    if len(call.arguments) > len(fields):
+        raise SpecError(f"{name} takes at most {len(fields)} arguments, got {len(call.arguments)}: {signature(cls)}")
+    values: dict[str, Any] = {}
+    for key, value in (*zip(fields, call.arguments, strict=False), *call.keywords):
+        if key not in fields:
+            raise SpecError(f"{name} has no argument {key!r}: {signature(cls)}")
+        if key in values:
+            raise SpecError(f"{name} got {key!r} twice: {signature(cls)}")
+        values[key] = _codec(value, spec) if isinstance(value, (Call, Chain)) else value
     missing = [
         f.name
         for f in dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -135,12 +134,3 @@ def _codec(node: ast.expr, spec: str) -> Codec:
     if missing:
         raise SpecError(f"{name} needs {', '.join(missing)}: {signature(cls)}")
     return cls(**values)
-
-
-def _value(node: ast.expr, spec: str) -> object:
-    if isinstance(node, (ast.Call, ast.Compare, ast.Name)):
-        return _chain(node, spec)
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        raise SpecError(f"in {spec!r}: {ast.unparse(node)!r} is not a number, a quoted text or a codec") from None

@@ -1,7 +1,7 @@
-"""The hot loops: a native library and plain-torch twins with equal results.
+"""The inner loops of the codecs: a native library in C, and reference implementations in torch with equal results.
 
-Each file holds one family: what it computes, the call into C, and the twin, which also runs
-on CUDA. `native.status()` says which is in force.
+Each file holds one family of kernels: a docstring that says what they compute, the call into C, and the
+reference implementation, which also runs on CUDA. `status()` says which of the two is in use and why.
 """
 
 from weightgrad.kernels.native import BACKENDS, NativeStatus, status, use

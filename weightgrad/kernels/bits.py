@@ -1,4 +1,4 @@
-"""Bit streams: small codes, and the gaps between sorted indices.
+"""Bit streams: small codes, tables looked up by code, and the gaps between sorted indices.
 
 Streams are little-endian: bit 0 of byte 0 comes first. A code of b bits at place i takes
 bits [i*b, (i+1)*b). A gap is index - previous index - 1; its low `width` bits go to one
@@ -15,26 +15,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import native
+from weightgrad.kernels import fixed, native, threads
 
 MAX_WIDTH = 56
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8) of `bits` bits -> bytes."""
+    """Pack codes (uint8) of `bits` bits into bytes."""
     lib = native.library_for(codes)
     if lib is None:
-        return pack_twin(codes, bits)
+        return pack_reference(codes, bits)
     out = torch.empty(-(-codes.numel() * bits // 8), dtype=torch.uint8)
     lib.wg_pack(codes.data_ptr(), codes.numel(), bits, out.data_ptr())
     return out
 
 
 def unpack(data: Tensor, n: int, bits: int) -> Tensor:
-    """Bytes -> n codes (uint8)."""
+    """Unpack bytes into n codes (uint8)."""
     lib = native.library_for(data)
     if lib is None:
-        return unpack_twin(data, n, bits)
+        return unpack_reference(data, n, bits)
     codes = torch.empty(n, dtype=torch.uint8)
     lib.wg_unpack(data.data_ptr(), n, bits, codes.data_ptr())
     return codes
@@ -54,8 +54,8 @@ def _every_other(used: int, lane: int) -> int:
     return sum(((1 << used) - 1) << place for place in range(0, 64, 2 * lane))
 
 
-def pack_twin(codes: Tensor, bits: int) -> Tensor:
-    """Eight codes make `bits` bytes, by way of one 64-bit word (machines here are little-endian)."""
+def pack_reference(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes eight at a time, by way of one 64-bit word (machines here are little-endian)."""
     if bits == 8:
         return codes
     n = codes.numel()
@@ -71,8 +71,8 @@ def pack_twin(codes: Tensor, bits: int) -> Tensor:
     return word.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: -(-n * bits // 8)]
 
 
-def unpack_twin(data: Tensor, n: int, bits: int) -> Tensor:
-    """The opposite of pack_twin."""
+def unpack_reference(data: Tensor, n: int, bits: int) -> Tensor:
+    """Undo pack_reference."""
     if bits == 8:
         return data[:n]
     words = -(-n // 8)
@@ -88,6 +88,53 @@ def unpack_twin(data: Tensor, n: int, bits: int) -> Tensor:
     return word.view(torch.uint8)[:n]
 
 
+def assign(x: Tensor, borders: Tensor, bits: int, codes: Tensor) -> None:
+    """Fill `codes` with packed codes: how many of the ascending `borders` lie below each element."""
+    lib = native.library_for(x)
+
+    def work(start: int, stop: int) -> None:
+        for at in range(start, stop, fixed.CHUNK):
+            piece = x[at : min(stop, at + fixed.CHUNK)]
+            target = codes[at // 8 * bits :]
+            if lib is None:
+                packed = pack_reference(_codes(piece, borders), bits)
+                target[: packed.numel()] = packed
+            else:
+                flat = torch.empty(piece.numel(), dtype=torch.uint8)
+                lib.wg_assign(piece.data_ptr(), piece.numel(), borders.data_ptr(), borders.numel(), flat.data_ptr())
+                lib.wg_pack(flat.data_ptr(), piece.numel(), bits, target.data_ptr())
+
+    threads.run_split(x.numel(), fixed.CHUNK, work)
+
+
+def _codes(x: Tensor, borders: Tensor) -> Tensor:
+    """Codes, one a byte. Comparisons are faster than a search while there are few borders."""
+    if borders.numel() > 31:
+        return torch.bucketize(x, borders).to(torch.uint8)
+    code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for border in borders:
+        code += x > border
+    return code
+
+
+def lookup(codes: Tensor, n: int, bits: int, table: Tensor, out: Tensor, mode: int = fixed.STORE) -> None:
+    """Write table[code] to `out`, as `mode` says; the table has 2**bits values."""
+    lib = native.library_for(out)
+
+    def work(start: int, stop: int) -> None:
+        at = start // 8 * bits
+        if lib is None:
+            for first in range(start, stop, fixed.CHUNK):
+                m = min(stop, first + fixed.CHUNK) - first
+                place = first // 8 * bits
+                code = unpack_reference(codes[place : place + -(-m * bits // 8)], m, bits)
+                fixed.put(out[first : first + m], table[code.to(torch.int64)], mode)
+        else:
+            lib.wg_lookup(codes.data_ptr() + at, stop - start, bits, table.data_ptr(), mode, out.data_ptr() + 4 * start)
+
+    threads.run_split(n, 256, work)
+
+
 @dataclass(frozen=True)
 class GapCode:
     """How gaps are coded: `width` low bits each, and in unary what is above them if `rice`."""
@@ -97,12 +144,12 @@ class GapCode:
     unary_bits: int = 0
 
     def low_bytes(self, count: int) -> int:
-        """Size of the stream of low bits."""
+        """Size of the stream of low bits in bytes."""
         return -(-count * self.width // 8)
 
     @property
     def unary_bytes(self) -> int:
-        """Size of the unary stream."""
+        """Size of the unary stream in bytes."""
         return -(-self.unary_bits // 8)
 
 
@@ -115,7 +162,7 @@ _PROBE = 1 << 15
 
 
 def best_gap_code(indices: Tensor) -> GapCode:
-    """The smaller of fixed-width and Rice coding, judged by the first 32,768 of these sorted indices.
+    """Choose between fixed-width and Rice coding by the size that the first 32,768 of these sorted indices take.
 
     A Rice code comes without its length: pack_gaps finds that out.
     """
@@ -132,7 +179,7 @@ def best_gap_code(indices: Tensor) -> GapCode:
 
 
 def _costs(indices: Tensor) -> tuple[int, list[GapCode]]:
-    """The largest gap, and the three Rice codes around the best one."""
+    """Find the largest gap, and the three Rice codes around the best one."""
     count = indices.numel()
     mean = (int(indices[-1]) + 1 - count) // count
     start = max(0, min(MAX_WIDTH - 2, mean.bit_length() - 2))
@@ -149,7 +196,7 @@ def _costs(indices: Tensor) -> tuple[int, list[GapCode]]:
 
 
 def pack_gaps(indices: Tensor, code: GapCode) -> tuple[Tensor, Tensor, GapCode]:
-    """Sorted int64 indices -> (low bits, unary), both bytes, and the code with its length."""
+    """Pack sorted int64 indices into two byte streams, low bits and unary; also return the code with its length."""
     count = indices.numel()
     lib = native.library_for(indices)
     if lib is not None:
@@ -162,32 +209,32 @@ def pack_gaps(indices: Tensor, code: GapCode) -> tuple[Tensor, Tensor, GapCode]:
         return low, unary[: code.unary_bytes], code
     gaps = _gaps(indices)
     places = torch.arange(code.width, device=indices.device)
-    low = pack_twin(((gaps[:, None] >> places) & 1).to(torch.uint8).view(-1), 1)
+    low = pack_reference(((gaps[:, None] >> places) & 1).to(torch.uint8).view(-1), 1)
     if not code.rice:
         return low, low[:0], code
     ones = torch.cumsum((gaps >> code.width) + 1, 0) - 1
     code = GapCode(True, code.width, int(ones[-1]) + 1)
     flags = torch.zeros(code.unary_bits, dtype=torch.uint8, device=indices.device)
     flags[ones] = 1
-    return low, pack_twin(flags, 1), code
+    return low, pack_reference(flags, 1), code
 
 
 def unpack_gaps(low: Tensor, unary: Tensor, count: int, code: GapCode, n: int) -> Tensor | None:
-    """The opposite of pack_gaps; None when the streams do not hold `count` indices below n."""
+    """Undo pack_gaps; None when the streams do not hold `count` indices below n."""
     lib = native.library_for(low)
     if lib is not None:
         indices = torch.empty(count, dtype=torch.int64)
         target = unary.data_ptr() if code.rice else None
         bad = lib.wg_unpack_gaps(low.data_ptr(), target, unary.numel(), count, code.width, n, indices.data_ptr())
         return None if bad else indices
-    flags = unpack_twin(low, low.numel() * 8, 1)
+    flags = unpack_reference(low, low.numel() * 8, 1)
     used = count * code.width
     if bool(flags[used:].any()):
         return None
     powers = torch.arange(code.width, device=low.device)
     gaps = (flags[:used].view(count, code.width).to(torch.int64) << powers).sum(1)
     if code.rice:
-        ones = unpack_twin(unary, unary.numel() * 8, 1).nonzero().view(-1)
+        ones = unpack_reference(unary, unary.numel() * 8, 1).nonzero().view(-1)
         if ones.numel() != count or -(-(int(ones[-1]) + 1 if count else 0) // 8) != unary.numel():
             return None
         quotients = _gaps(ones)

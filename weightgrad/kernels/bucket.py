@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weightgrad.kernels import fixed, native, noise, threads
-from weightgrad.kernels.bits import pack_twin, unpack_twin
+from weightgrad.kernels.bits import pack_reference, unpack_reference
 from weightgrad.kernels.fixed import noise_room
 
 NORMS = {"max": 0, "l2": 1, "given": 2}
@@ -42,7 +42,7 @@ def quantize(
     """
     lib = native.library_for(x)
     if lib is None:
-        return _quantize_twin(x, residual, spec, key, codes, scales, first)
+        return _quantize_reference(x, residual, spec, key, codes, scales, first)
 
     def work(start: int, stop: int) -> int:
         q = native.Quantizer(
@@ -64,10 +64,10 @@ def quantize(
 def dequantize(
     codes: Tensor, scales: Tensor, n: int, bucket: int, bits: int, levels: int, out: Tensor, mode: int = fixed.STORE
 ) -> None:
-    """out (mode)= decoded values."""
+    """Write the decoded values to `out`, as `mode` says."""
     lib = native.library_for(out)
     if lib is None:
-        _dequantize_twin(codes, scales, n, bucket, bits, levels, out, mode)
+        _dequantize_reference(codes, scales, n, bucket, bits, levels, out, mode)
         return
 
     def work(start: int, stop: int) -> None:
@@ -95,7 +95,7 @@ def _norms(h: Tensor, kind: str) -> Tensor:
     return fixed.fold_lanes(lanes).sqrt().float()
 
 
-def _quantize_twin(
+def _quantize_reference(
     x: Tensor, residual: Tensor | None, spec: BucketSpec, key: int, codes: Tensor, scales: Tensor, first: int
 ) -> int:
     n, bucket = x.numel(), spec.bucket
@@ -127,7 +127,7 @@ def _quantize_twin(
             if residual is not None:
                 value = fixed.scratch("level", h).copy_(code).sub_(float(spec.levels)).mul_(rows.scale)
                 residual[start:done] = torch.sub(h, value, out=value).view(-1)[: done - start]
-            packed = pack_twin(code.view(-1)[: done - start].to(torch.uint8), spec.bits)
+            packed = pack_reference(code.view(-1)[: done - start].to(torch.uint8), spec.bits)
             at = start // 8 * spec.bits
             codes[at : at + packed.numel()] = packed
         if done < stop:
@@ -135,7 +135,7 @@ def _quantize_twin(
     return n
 
 
-def _dequantize_twin(
+def _dequantize_reference(
     codes: Tensor, scales: Tensor, n: int, bucket: int, bits: int, levels: int, out: Tensor, mode: int
 ) -> None:
     bucket = min(bucket, -(-n // 32) * 32) or bucket
@@ -143,7 +143,7 @@ def _dequantize_twin(
     for start in range(0, n, step):
         stop = min(n, start + step)
         at = start // 8 * bits
-        code = unpack_twin(codes[at : at + -(-(stop - start) * bits // 8)], stop - start, bits)
+        code = unpack_reference(codes[at : at + -(-(stop - start) * bits // 8)], stop - start, bits)
         level = fixed.padded(code.to(torch.float32).sub_(float(levels)), bucket).view(-1, bucket)
         own = scales[start // bucket : start // bucket + level.shape[0]]
         fixed.put(out[start:stop], level.mul_(own[:, None]).view(-1)[: stop - start], mode)

@@ -33,16 +33,16 @@ X86 = ("x86_64", "AMD64", "amd64")
 
 
 class BuildError(Exception):
-    """The library could not be compiled; the message has the compiler's words."""
+    """The library could not be compiled; the message is the compiler's."""
 
 
 def library_name() -> str:
-    """File name of the library on this platform."""
+    """Return the file name of the library on this platform."""
     return "libwgkernels.dylib" if sys.platform == "darwin" else "libwgkernels.so"
 
 
 def source_hash() -> str:
-    """Names what would be compiled: sources, flags and machine."""
+    """Hash what would be compiled: sources, flags and machine."""
     digest = hashlib.sha256(repr((FLAGS, AVX2_FLAGS, platform.machine(), sys.platform)).encode())
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(path.name.encode())
@@ -51,7 +51,7 @@ def source_hash() -> str:
 
 
 def find_compiler() -> str:
-    """Path of a C compiler: `cc`, or gcc or clang under their own names."""
+    """Return the path of a C compiler: `cc`, or gcc or clang under their own names."""
     for name in ("cc", "gcc", "clang"):
         path = shutil.which(name)
         if path:

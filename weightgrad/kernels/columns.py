@@ -4,19 +4,20 @@ A tensor is rows x cols, cut into tiles of at most MAX_TILE rows. For each tile 
 the mean of the values whose sign bit is clear and of those whose sign bit is set; bit i of
 the stream is the sign of element i, row by row.
 
-Error feedback is lazy so that one pass over memory is enough: `held` keeps h and the error,
+Error feedback is lazy so that one pass over memory is enough: `residual` keeps h, and the error,
 h - mean, is worked out at the next call from `old_means`. csrc/columns.c draws the sum tree.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from weightgrad.kernels import fixed, native, threads
-from weightgrad.kernels.bits import pack_twin, unpack_twin
+from weightgrad.kernels.bits import pack_reference, unpack_reference
 
 MAX_TILE = 32768  # 32^3: three levels of the tree
 _TREE = 32
@@ -35,19 +36,34 @@ class Grid(NamedTuple):
         return -(-self.rows // self.tile)
 
 
-def onebit(x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor) -> bool:
+def matrix_grid(shape: tuple[int, ...]) -> Grid:
+    """How a tensor is seen as a matrix: matrices as they are, filters as out x rest, anything else as one column.
+
+    A single column is cut into tiles of 32,768 too, so a flat bucket of many parameters has a pair of means for
+    each of its pieces.
+    """
+    n = math.prod(shape)
+    if len(shape) >= 2 and shape[0] and n:
+        rows, cols = shape[0], n // shape[0]
+        return Grid(rows, cols, min(MAX_TILE, rows)) if cols > 1 else Grid(n, 1, MAX_TILE)
+    return Grid(n, 1, MAX_TILE)
+
+
+def onebit(
+    x: Tensor, residual: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor
+) -> bool:
     """Fill `bits` and `means` (tiles, 2, cols).
 
-    False when there is a NaN or Inf: then `held` has become the error of the last call, up to
+    False when there is a NaN or Inf: then `residual` has become the error of the last call, up to
     rounding, and `old_means` is zero.
     """
     lib = native.library_for(x)
     if lib is None:
-        return _onebit_twin(x, held, old_means, grid, bits, means)
+        return _onebit_reference(x, residual, old_means, grid, bits, means)
     scratch = torch.empty(7 * max(grid.cols, 32), dtype=torch.float32)
     good: int = lib.wg_onebit(
         x.data_ptr(),
-        native.pointer(held),
+        native.pointer(residual),
         native.pointer(old_means),
         grid.rows,
         grid.cols,
@@ -60,7 +76,7 @@ def onebit(x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid,
 
 
 def onebit_decode(bits: Tensor, means: Tensor, grid: Grid, out: Tensor, mode: int = fixed.STORE) -> None:
-    """out (mode)= the mean each element's sign bit stands for."""
+    """Write to `out`, as `mode` says, the mean that each element's sign bit stands for."""
     lib = native.library_for(out)
     if lib is not None:
         lib.wg_onebit_decode(bits.data_ptr(), means.data_ptr(), grid.rows, grid.cols, grid.tile, mode, out.data_ptr())
@@ -71,7 +87,7 @@ def onebit_decode(bits: Tensor, means: Tensor, grid: Grid, out: Tensor, mode: in
         for row in range(start, start + height, step):
             stop = min(start + height, row + step)
             first, last = row * grid.cols, stop * grid.cols
-            signs = unpack_twin(bits[first // 8 : -(-last // 8)], last - first // 8 * 8, 1)[first % 8 :]
+            signs = unpack_reference(bits[first // 8 : -(-last // 8)], last - first // 8 * 8, 1)[first % 8 :]
             value = torch.where(signs.view(-1, grid.cols) != 0, means[tile, 1], means[tile, 0])
             fixed.put(out[first:last], value.view(-1), mode)
 
@@ -81,7 +97,7 @@ def signs(x: Tensor, bits: Tensor) -> None:
     lib = native.library_for(x)
     if lib is None:
         for start in range(0, x.numel(), fixed.CHUNK):
-            packed = pack_twin(_sign_codes(x[start : start + fixed.CHUNK]), 1)
+            packed = pack_reference(_sign_codes(x[start : start + fixed.CHUNK]), 1)
             bits[start // 8 : start // 8 + packed.numel()] = packed
         return
 
@@ -91,12 +107,12 @@ def signs(x: Tensor, bits: Tensor) -> None:
     threads.run_split(x.numel(), 32, work)
 
 
-def lost(held: Tensor, means: Tensor, grid: Grid) -> Tensor:
-    """held - mean of its sign: the error that `held` stands for, in a new tensor."""
-    out = torch.empty_like(held)
+def lost(residual: Tensor, means: Tensor, grid: Grid) -> Tensor:
+    """Work out residual - mean of its sign, the error that `residual` and `means` stand for, in a new tensor."""
+    out = torch.empty_like(residual)
     for tile, start, height in _tiles(grid):
         part = slice(start * grid.cols, (start + height) * grid.cols)
-        out[part] = _lost_part(held, means, grid, tile, part)
+        out[part] = _lost_part(residual, means, grid, tile, part)
     return out
 
 
@@ -112,8 +128,8 @@ def _up(lines: Tensor) -> Tensor:
     return fixed.add_rows(lines.unflatten(-2, (-1, _TREE)))
 
 
-def _onebit_twin(
-    x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor
+def _onebit_reference(
+    x: Tensor, residual: Tensor | None, old_means: Tensor | None, grid: Grid, bits: Tensor, means: Tensor
 ) -> bool:
     """Chunks of whole lines, so that the first level of the tree is done in the cache."""
     width = 32 if grid.cols == 1 else grid.cols
@@ -124,17 +140,17 @@ def _onebit_twin(
         for at in range(start, stop, step):
             part = slice(at, min(stop, at + step))
             h = x[part]
-            if held is not None and old_means is not None:
-                h = _lost_part(held, old_means, grid, tile, part).add_(h)
+            if residual is not None and old_means is not None:
+                h = _lost_part(residual, old_means, grid, tile, part).add_(h)
             if fixed.largest_bits(h) >= fixed.INFINITY_BITS:
-                _roll_back(x, held, old_means, grid, at)
+                _roll_back(x, residual, old_means, grid, at)
                 return False
-            if held is not None:
-                held[part] = h
+            if residual is not None:
+                residual[part] = h
             lines = fixed.padded(h, width).view(-1, width)
             minus = fixed.scratch("minus", lines).copy_(_signs(lines))  # -1 where negative
             negatives -= minus.sum(0).to(torch.int64)  # exact: small counts
-            packed = pack_twin(_sign_codes(h), 1)
+            packed = pack_reference(_sign_codes(h), 1)
             bits[at // 8 : at // 8 + packed.numel()] = packed
             both = fixed.scratch("both", lines.expand(2, *lines.shape))
             torch.clamp(lines, min=0.0, out=both[0])
@@ -149,12 +165,12 @@ def _onebit_twin(
     return True
 
 
-def _roll_back(x: Tensor, held: Tensor | None, old_means: Tensor | None, grid: Grid, done: int) -> None:
-    if held is None or old_means is None:
+def _roll_back(x: Tensor, residual: Tensor | None, old_means: Tensor | None, grid: Grid, done: int) -> None:
+    if residual is None or old_means is None:
         return
-    rest = lost(held, old_means, grid)[done:]
-    held[:done] -= x[:done]
-    held[done:] = rest
+    rest = lost(residual, old_means, grid)[done:]
+    residual[:done] -= x[:done]
+    residual[done:] = rest
     old_means.zero_()
 
 
@@ -168,9 +184,9 @@ def _signs(x: Tensor) -> Tensor:
     return torch.bitwise_right_shift(x.view(torch.int32), 31, out=fixed.scratch("signs", x, torch.int32))
 
 
-def _lost_part(held: Tensor, means: Tensor, grid: Grid, tile: int, part: slice) -> Tensor:
-    """held - mean of its sign, in scratch memory. The choice is made on bits: faster than torch.where."""
-    h = held[part].view(-1, grid.cols)
+def _lost_part(residual: Tensor, means: Tensor, grid: Grid, tile: int, part: slice) -> Tensor:
+    """residual - mean of its sign, in scratch memory. The choice is made on bits: faster than torch.where."""
+    h = residual[part].view(-1, grid.cols)
     positive, negative = means[tile].view(torch.int32)
     mean = _signs(h).bitwise_and_(positive ^ negative).bitwise_xor_(positive).view(torch.float32)
     return torch.sub(h, mean, out=fixed.scratch("mean", h)).view(-1)

@@ -32,17 +32,17 @@ class Columns(NamedTuple):
 
 
 def exact_factor(largest: float) -> float:
-    """The power of two that brings the largest value to about 2**40: 2**15 of them fit in 2**55."""
+    """Return the power of two that brings the largest value to about 2**40: 2**15 of them fit in 2**55."""
     return 1.0 if largest == 0.0 else math.ldexp(1.0, 40 - math.frexp(largest)[1])
 
 
-def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None) -> Columns:
-    """Sort entries into columns; with `held`, held[index] = value - mean."""
+def columns_of(indices: Tensor, values: Tensor, grid: Grid, residual: Tensor | None) -> Columns:
+    """Sort entries into columns; with `residual`, residual[index] = value - mean."""
     k, slots = indices.numel(), grid.tiles * grid.cols
     factor = exact_factor(fixed.float_of_bits(largest_bits(values)))
     lib = native.library_for(values)
     if lib is None:
-        return _columns_twin(indices, values, grid, held, factor)
+        return _columns_reference(indices, values, grid, residual, factor)
     capacity = 2 * k // max(1, slots) + 32
     need = k + slots * capacity
     if need > MAX_SCRATCH:
@@ -71,17 +71,17 @@ def columns_of(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None)
         tallies.data_ptr(),
         shelf.data_ptr(),
         capacity,
-        native.pointer(held),
+        native.pointer(residual),
     )
     return Columns(counts.to(torch.int32) & 0xFFFF, means, entries)
 
 
 def entries_of(columns: Columns, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """(indices, values) in slot order; None when an entry lies outside its tile or rows do not ascend."""
+    """Return (indices, values) in slot order; None when an entry lies outside its tile or rows do not ascend."""
     k = columns.entries.numel()
     lib = native.library_for(columns.entries)
     if lib is None:
-        return _entries_twin(columns, grid)
+        return _entries_reference(columns, grid)
     counts = columns.counts.to(torch.int16)
     indices = torch.empty(k, dtype=torch.int64)
     values = torch.empty(k, dtype=torch.float32)
@@ -99,7 +99,7 @@ def entries_of(columns: Columns, grid: Grid) -> tuple[Tensor, Tensor] | None:
     return None if bad else (indices, values)
 
 
-def _columns_twin(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | None, factor: float) -> Columns:
+def _columns_reference(indices: Tensor, values: Tensor, grid: Grid, residual: Tensor | None, factor: float) -> Columns:
     slots = grid.tiles * grid.cols
     row = indices // grid.cols
     slot = (row * -grid.cols).add_(indices)  # the column: a second division would cost more
@@ -115,13 +115,13 @@ def _columns_twin(indices: Tensor, values: Tensor, grid: Grid, held: Tensor | No
     means = (sums.double() / both.clamp(min=1).double() / factor).float()
     order = torch.argsort(slot, stable=True)
     code = row.add_(sign, alpha=1 << 15)
-    if held is not None:
-        held[indices] = values - means[half]
+    if residual is not None:
+        residual[indices] = values - means[half]
     counts = both.view(-1, 2).sum(1).to(torch.int32)
     return Columns(counts, means.view(-1, 2), code[order].to(torch.int16))
 
 
-def _entries_twin(columns: Columns, grid: Grid) -> tuple[Tensor, Tensor] | None:
+def _entries_reference(columns: Columns, grid: Grid) -> tuple[Tensor, Tensor] | None:
     counts = columns.counts.to(torch.int64)
     slot = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
     code = columns.entries.to(torch.int64) & 0xFFFF

@@ -1,4 +1,4 @@
-"""Elias coding of quantized levels (QSGD's second idea).
+"""Elias coding of quantized levels, as QSGD does.
 
 For each level that is not zero: gamma(distance from the one before), a sign bit,
 gamma(size). A bucket starts on a byte, and its length in bytes is kept beside the stream, so
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from weightgrad.kernels import native
-from weightgrad.kernels.bits import pack_twin
+from weightgrad.kernels.bits import pack_reference
 
 MAX_BUCKET = 16384  # at most 15 bits a level: a length fits in sixteen bits
 
 
 def elias(codes: Tensor, bucket: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, level + levels) -> (stream of bytes, bytes in each bucket as int32)."""
+    """Encode codes (uint8, level + levels) to a stream of bytes; also return the bytes of each bucket as int32."""
     n = codes.numel()
     lib = native.library_for(codes)
     if lib is None:
-        return _elias_twin(codes, bucket, levels)
+        return _elias_reference(codes, bucket, levels)
     worst = 2 * n + 8 * (-(-n // bucket))
     out = torch.empty(worst, dtype=torch.uint8)
     lengths = torch.empty(-(-n // bucket), dtype=torch.int16)
@@ -31,10 +31,10 @@ def elias(codes: Tensor, bucket: int, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def elias_decode(stream: Tensor, lengths: Tensor, n: int, bucket: int, levels: int) -> Tensor | None:
-    """The opposite; None when a bucket is not what `elias` writes. The lengths add up to the stream."""
+    """Undo elias; None when a bucket is not what `elias` writes. The lengths must add up to the stream."""
     lib = native.library_for(stream)
     if lib is None:
-        return _decode_twin(stream, lengths, n, bucket, levels)
+        return _decode_reference(stream, lengths, n, bucket, levels)
     codes = torch.empty(n, dtype=torch.uint8)
     short = lengths.to(torch.int16)
     bad = lib.wg_elias_decode(stream.data_ptr(), short.data_ptr(), n, bucket, levels, codes.data_ptr())
@@ -42,11 +42,11 @@ def elias_decode(stream: Tensor, lengths: Tensor, n: int, bucket: int, levels: i
 
 
 def _log2(v: Tensor) -> Tensor:
-    """floor(log2(v)) of small positive integers: exact, a double holds them."""
+    """Return floor(log2(v)) of small positive integers: exact, because a double holds them."""
     return torch.frexp(v.double()).exponent.to(torch.int64) - 1
 
 
-def _elias_twin(codes: Tensor, bucket: int, levels: int) -> tuple[Tensor, Tensor]:
+def _elias_reference(codes: Tensor, bucket: int, levels: int) -> tuple[Tensor, Tensor]:
     buckets = -(-codes.numel() // bucket)
     place = (codes != levels).nonzero().view(-1)
     own = place // bucket
@@ -74,10 +74,10 @@ def _elias_twin(codes: Tensor, bucket: int, levels: int) -> tuple[Tensor, Tensor
     at = at + 2 * gap_extra + 1
     flags[at[level < 0]] = 1
     put_gamma(at + 1, size, size_extra)
-    return pack_twin(flags, 1), lengths.to(torch.int32)
+    return pack_reference(flags, 1), lengths.to(torch.int32)
 
 
-def _decode_twin(stream: Tensor, lengths: Tensor, n: int, bucket: int, levels: int) -> Tensor | None:
+def _decode_reference(stream: Tensor, lengths: Tensor, n: int, bucket: int, levels: int) -> Tensor | None:
     """All buckets advance together, one code at a time."""
     device = stream.device
     codes = torch.full((n,), levels, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The arithmetic every quantizer shares, as torch twins of csrc/scalar.h."""
+"""The fixed-point arithmetic that every quantizer shares: the reference implementation of csrc/scalar.h."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from torch import Tensor
 STORE, ADD, SUBTRACT = 0, 1, -1
 INFINITY_BITS = 0x7F800000
 MAX_SCRATCH = 1 << 26  # bytes a thread keeps under one name
-CHUNK = 1 << 18  # elements a twin works on at a time: its temporaries stay in the cache
+CHUNK = 1 << 18  # elements a reference implementation works on at a time: its temporaries stay in the cache
 
 
 _scratch = threading.local()
 
 
 def scratch(name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory of this thread, shaped like a tensor, used again by the next call with this name.
+    """Return memory of this thread, shaped like a tensor and used again by the next call with this name.
 
-    A fresh megabyte costs several times the work on it: the allocator gives it back to the system.
-    Only for what does not outlive one chunk of one twin.
+    A fresh megabyte costs several times the work on it, because the allocator gives it back to the system. Use it only
+    for what does not outlive one chunk of one reference implementation.
     """
     dtype = dtype or like.dtype
     if like.numel() * dtype.itemsize > MAX_SCRATCH:
         return torch.empty(like.shape, dtype=dtype, device=like.device)
-    held: dict[object, Tensor] = _scratch.__dict__.setdefault("held", {})
+    buffers: dict[object, Tensor] = _scratch.__dict__.setdefault("buffers", {})
     key = (name, dtype, like.device)
-    if key not in held or held[key].numel() < like.numel():
-        held[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
-    return held[key][: like.numel()].view(like.shape)
+    if key not in buffers or buffers[key].numel() < like.numel():
+        buffers[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+    return buffers[key][: like.numel()].view(like.shape)
 
 
 def noise_room(h: Tensor) -> Tensor:
-    """Room for the noise of a chunk, see noise.noise16."""
+    """Return room for the noise of a chunk; see noise.noise16."""
     return scratch("noise", h.new_empty(1).expand(2 * (h.numel() + 16)), torch.int32)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Bits of |x| as int32: they order like the magnitudes, NaN and Inf on top."""
+    """Return the bits of |x| as int32: they order like the magnitudes, NaN and Inf on top."""
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def largest_bits(x: Tensor) -> int:
-    """The largest of magnitude_bits, of a chunk that is not empty."""
+    """Return the largest of magnitude_bits of a chunk that is not empty."""
     return int(torch.bitwise_and(x.view(torch.int32), 0x7FFFFFFF, out=scratch("sizes", x, torch.int32)).max())
 
 
@@ -58,7 +58,7 @@ _COMPARISONS = {
 
 
 def compared(x: Tensor, how: str, limit: float, name: str) -> Tensor:
-    """Whether x < limit (or <=, >, >=), in scratch memory. NumPy takes a fifth of torch's time for it."""
+    """Say where x < limit (or <=, >, >=), in scratch memory. NumPy takes a fifth of torch's time for it."""
     out = scratch(name, x, torch.bool)
     on_cpu, anywhere = _COMPARISONS[how]
     if x.device.type == "cpu":
@@ -69,12 +69,12 @@ def compared(x: Tensor, how: str, limit: float, name: str) -> Tensor:
 
 
 def float_of_bits(bits: int) -> float:
-    """The float32 with these bits."""
+    """Return the float32 with these bits."""
     return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
 
 
 def put(out: Tensor, value: Tensor, mode: int) -> None:
-    """out = value, out + value or out - value."""
+    """Store the value in `out`, add it or subtract it, as `mode` says."""
     if mode == STORE:
         out.copy_(value)
     elif mode == ADD:
@@ -92,17 +92,17 @@ class Ruler(NamedTuple):
 
 
 def ruler(norm: Tensor, levels: int) -> Ruler:
-    """One ruler for each norm; see wg_make_ruler for why the inverse is one step lower."""
+    """Make one ruler for each norm; wg_make_ruler says why the inverse is one step lower."""
     tiny = (norm < 2.0**-100) & (norm > 0)
     before = torch.where(tiny, torch.full_like(norm, 2.0**64), torch.ones_like(norm))
     inverse = torch.full_like(norm, float(levels * 65536)) / (norm * before)
-    stepped = (inverse.view(torch.int32) - 1).view(torch.float32)
+    after_step = (inverse.view(torch.int32) - 1).view(torch.float32)
     zero = torch.zeros_like(norm)
-    return Ruler(before, torch.where(norm > 0, stepped, zero), norm / torch.full_like(norm, float(levels)))
+    return Ruler(before, torch.where(norm > 0, after_step, zero), norm / torch.full_like(norm, float(levels)))
 
 
 def level_of(h: Tensor, rule: Ruler, levels: int, noise: Tensor | int, *, clamp: bool) -> Tensor:
-    """Level index 0 .. 2*levels of each element, int32, in scratch memory."""
+    """Return the level index 0 .. 2*levels of each element, int32, in scratch memory."""
     y = scratch("level", h)
     if bool((rule.before != 1.0).any()):
         torch.mul(h, rule.before, out=y)
@@ -136,7 +136,7 @@ def add_rows(rows: Tensor) -> Tensor:
 
 
 def add_groups(rows: Tensor, group: int) -> Tensor:
-    """As add_rows, but `group` rows at a time first and then those sums, in order."""
+    """Sum as add_rows does, but `group` rows at a time first and then those sums, in order."""
     missing = -rows.shape[-2] % group
     if missing:
         rows = torch.cat((rows, rows.new_zeros(*rows.shape[:-2], missing, rows.shape[-1])), dim=-2)
@@ -144,12 +144,12 @@ def add_groups(rows: Tensor, group: int) -> Tensor:
 
 
 def block_sums(values: Tensor, block: int) -> Tensor:
-    """Sums of (n,) doubles for each block, by the tree in csrc/units.h; n is whole blocks."""
+    """Sum (n,) doubles for each block, by the tree in csrc/units.h; n is whole blocks."""
     lanes = add_rows(values.view(-1, block // 256, 256))
     return fold_lanes(add_rows(lanes.view(-1, 16, 16)))
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:
-    """x with zeros behind it up to a multiple."""
+    """Put zeros behind x up to a multiple."""
     missing = -x.numel() % multiple
     return x if missing == 0 else torch.cat((x, x.new_zeros(missing)))

@@ -18,7 +18,7 @@ BLOCK = 4096
 
 
 class Moments(NamedTuple):
-    """What a pass over a tensor of n elements finds. Not finite if the tensor is not."""
+    """What a pass over a tensor of n elements finds; not finite if the tensor is not."""
 
     n: int
     sum: float
@@ -36,17 +36,23 @@ class Moments(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether every element is."""
+        """Whether every element is finite."""
         return math.isfinite(self.largest)
 
 
 def moments(x: Tensor, residual: Tensor | None = None, *, absolute: bool = False) -> Moments:
-    """Moments of x, or of x + residual: flat float32 tensors. The sum of |h| only when asked for."""
+    """Find the moments of x, or of x + residual.
+
+    Args:
+        x: Flat float32.
+        residual: Flat float32 of the same size, or None.
+        absolute: Whether to sum |h| too; it is NaN otherwise.
+    """
     n = x.numel()
     partials = torch.zeros(-(-n // BLOCK), 3, dtype=torch.float64)
     lib = native.library_for(x)
     if lib is None:
-        top = _moments_twin(x, residual, partials, absolute)
+        top = _moments_reference(x, residual, partials, absolute)
     else:
 
         def work(start: int, stop: int) -> int:
@@ -63,7 +69,7 @@ def moments(x: Tensor, residual: Tensor | None = None, *, absolute: bool = False
 
 
 def largest_bits(x: Tensor) -> int:
-    """Bits of the largest |x| of a flat float32 tensor: INFINITY_BITS or more when it is not finite."""
+    """Return the bits of the largest |x| of a flat float32 tensor: INFINITY_BITS or more when it is not finite."""
     lib = native.library_for(x)
     if lib is not None:
         return max(
@@ -75,7 +81,7 @@ def largest_bits(x: Tensor) -> int:
     return max((fixed.largest_bits(piece) for piece in pieces), default=0)
 
 
-def _moments_twin(x: Tensor, residual: Tensor | None, partials: Tensor, absolute: bool) -> int:
+def _moments_reference(x: Tensor, residual: Tensor | None, partials: Tensor, absolute: bool) -> int:
     top = 0
     for start in range(0, x.numel(), fixed.CHUNK):
         h = x[start : start + fixed.CHUNK]

@@ -2,8 +2,8 @@
 
 Looked for in this order: built into the wheel, beside this file; compiled once with the
 system's C compiler into the user's cache, under a name that holds the hash of the
-sources; otherwise there is none and the torch twins do the work. `status()` says which
-and why.
+sources; otherwise there is none and the reference implementations in torch do the work.
+`status()` says which and why.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from weightgrad.errors import NativeError
 from weightgrad.kernels import build
 
-BACKENDS = ("native", "portable", "twin")
+BACKENDS = ("native", "portable", "reference")
 
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Which kernels are in force."""
+    """Which kernels are in use, and why."""
 
-    backend: str  # "native" or "twin"
+    backend: str  # "native" or "reference"
     isa: str  # "avx2", "portable" or "torch"
     origin: str  # "wheel", "cache" or "none"
     reason: str
@@ -125,7 +125,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def cache_folder() -> Path:
-    """Where a library compiled on this machine is kept, by the platform's convention."""
+    """Return where a library compiled on this machine is kept, by the platform's convention."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "weightgrad"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightgrad"
@@ -141,7 +141,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process compiles, the others wait for it. Where there is no flock, all compile."""
+    """Let one process compile while the others wait for it. Where there is no flock, all compile."""
     try:
         import fcntl
     except ImportError:
@@ -153,7 +153,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def compiled_in_cache(folder: Path) -> Path:
-    """Path of the library in `folder`, compiled now if it is not there yet."""
+    """Return the path of the library in `folder`; compile it now if it is not there yet."""
     path = folder / f"kernels-{build.source_hash()}-{build.library_name()}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
@@ -175,7 +175,7 @@ def _find() -> tuple[ctypes.CDLL | None, NativeStatus]:
             library, origin, reason = _load(path), "cache", f"compiled on this machine, {path.name}"
     except (build.BuildError, NativeError, OSError, AttributeError) as error:
         first = str(error).splitlines()[0]
-        return None, NativeStatus("twin", "torch", "none", f"no native library: {first}")
+        return None, NativeStatus("reference", "torch", "none", f"no native library: {first}")
     isa = "avx2" if library.wg_isa() else "portable"
     return library, NativeStatus("native", isa, origin, reason)
 
@@ -192,23 +192,34 @@ def _library() -> tuple[ctypes.CDLL | None, NativeStatus]:
 
 
 def status() -> NativeStatus:
-    """Which kernels do the work now, and why."""
+    """Which kernels do the work now, and why.
+
+    Returns:
+        Backend, instruction set, where the library came from, and the reason for that choice.
+    """
     library, found = _library()
     if library is None or _forced is None:
         return found
-    if _forced == "twin":
-        return NativeStatus("twin", "torch", found.origin, "forced")
+    if _forced == "reference":
+        return NativeStatus("reference", "torch", found.origin, "forced")
     return NativeStatus("native", "avx2" if library.wg_isa() else "portable", found.origin, "forced")
 
 
 @contextlib.contextmanager
 def use(backend: str) -> Iterator[None]:
-    """Force one of BACKENDS for the whole process while the block runs (tests, benchmarks)."""
+    """Force a backend for the whole process while the block runs, for tests and benchmarks.
+
+    Args:
+        backend: One of BACKENDS: "native", "portable" (native without AVX2) or "reference" (torch).
+
+    Raises:
+        NativeError: The name is unknown, or there is no native library here.
+    """
     global _forced
     if backend not in BACKENDS:
         raise NativeError(f"backend {backend!r} is unknown; there are {', '.join(BACKENDS)}")
     library, found = _library()
-    if backend != "twin" and library is None:
+    if backend != "reference" and library is None:
         raise NativeError(f"backend {backend!r} is not available here: {found.reason}")
     before = _forced
     _forced = backend
@@ -223,12 +234,12 @@ def use(backend: str) -> Iterator[None]:
 
 
 def library_for(tensor: Tensor) -> ctypes.CDLL | None:
-    """The native library when it can work on this tensor's memory, else None."""
-    if _forced == "twin" or tensor.device.type != "cpu":
+    """Return the native library when it can work on this tensor's memory, else None."""
+    if _forced == "reference" or tensor.device.type != "cpu":
         return None
     return _library()[0]
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Address of a contiguous tensor's first element."""
+    """Return the address of a contiguous tensor's first element; None for None."""
     return None if tensor is None else tensor.data_ptr()

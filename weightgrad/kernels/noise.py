@@ -17,7 +17,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def mix(key: int) -> int:
-    """Spread a key over all 64 bits (SplitMix64's finalizer): near keys, unrelated noise."""
+    """Spread a key over all 64 bits (SplitMix64's finalizer), so that near keys give unrelated noise."""
     key = (key + 0x9E3779B97F4A7C15) & _MASK64
     key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -25,7 +25,15 @@ def mix(key: int) -> int:
 
 
 def derive(seed: int, *parts: int) -> int:
-    """A key for each combination of integers, e.g. derive(seed, site, round, tensor)."""
+    """Make a key for a combination of integers, e.g. derive(seed, site, round, tensor).
+
+    Args:
+        seed: The seed of the run.
+        parts: What the key is for; their order matters.
+
+    Returns:
+        A key of 64 bits.
+    """
     key = mix(seed & _MASK64)
     for part in parts:
         key = mix(key ^ (part & _MASK64))
@@ -33,15 +41,20 @@ def derive(seed: int, *parts: int) -> int:
 
 
 def signed32(value: int) -> int:
-    """The low 32 bits, as the int32 with the same bits."""
+    """Return the low 32 bits as the int32 with the same bits."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def noise16(key: int, first: int, n: int, device: torch.device, room: Tensor | None = None) -> Tensor:
-    """Noise of elements first .. first+n-1 as int32 in 0..65535; `first` is a multiple of 16.
+    """Return the noise of elements first .. first+n-1 as int32 in 0..65535.
 
-    `room`, int32 of at least twice n rounded up to 16, is worked in and holds the result.
+    Args:
+        key: Picks the noise.
+        first: Index of the first element, a multiple of 16.
+        n: How many elements.
+        device: Where the noise is made.
+        room: Int32 of at least twice n rounded up to 16, in which the noise is made and returned; None makes one.
     """
     groups = -(-n // 16)
     if room is None:

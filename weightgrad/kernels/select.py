@@ -1,10 +1,10 @@
 """Selection of the largest entries, with what error feedback and momentum need on the way.
 
-    velocity given:  velocity = momentum*velocity + x;  h = held + velocity
-    x given:         h = held + x
-    neither:         h = held
+    velocity given:  velocity = momentum*velocity + x;  h = residual + velocity
+    x given:         h = residual + x
+    neither:         h = residual
 
-`held` becomes h, and the entries with h >= above or h <= below are listed in order.
+`residual` becomes h, and the entries with h >= above or h <= below are listed in order.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Thresholds:
     below: float
 
     def scaled(self, factor: float) -> Thresholds:
-        """Both moved by this factor, as float32: what is compared is what is remembered."""
+        """Multiply both by a factor, in float32, so that what is compared is what is remembered."""
         both = torch.tensor([self.above * factor, self.below * factor], dtype=torch.float32).tolist()
         return Thresholds(both[0], both[1])
 
     def passed(self, h: Tensor) -> Tensor:
-        """Places of what is kept, in order."""
+        """Return the places of what is kept, in order."""
         kept = fixed.compared(h, ">=", self.above, "above").logical_or_(fixed.compared(h, "<=", self.below, "below"))
         if h.device.type == "cpu":  # NumPy takes a fifth of torch's time
             return torch.from_numpy(np.flatnonzero(kept.numpy()))
@@ -72,7 +72,7 @@ class Selected(NamedTuple):
 
 def scan(
     x: Tensor | None,
-    held: Tensor,
+    residual: Tensor,
     velocity: Tensor | None,
     momentum: float,
     thresholds: Thresholds,
@@ -81,22 +81,33 @@ def scan(
     clear: bool = False,
     keep: bool = False,
 ) -> Selected:
-    """Advance `held` (and `velocity`) by x and list what lies beyond the thresholds.
+    """Advance `residual` (and `velocity`) by x and list what lies beyond the thresholds.
 
-    With `clear`, what is listed becomes zero in `held`. With `keep`, the list survives the thread's
-    next scan. A block of 1,024 elements with a NaN or Inf
-    ends the scan and is left untouched.
+    A block of 1,024 elements with a NaN or Inf ends the scan and is left untouched.
+
+    Args:
+        x: What is added, or None.
+        residual: Flat float32; h is written to it.
+        velocity: Flat float32 with momentum, or None.
+        momentum: Factor of the velocity.
+        thresholds: Which entries are listed.
+        room: How many entries the list may hold.
+        clear: The entries that are listed become zero in `residual`.
+        keep: The list survives the thread's next scan.
+
+    Returns:
+        The entries, how many there were in all, and how many elements were seen.
     """
-    lib = native.library_for(held)
+    lib = native.library_for(residual)
     if lib is None:
-        return _scan_twin(x, held, velocity, momentum, thresholds, room, clear)
+        return _scan_reference(x, residual, velocity, momentum, thresholds, room, clear)
     found = _Room(room, keep)
     selection = native.Selection(thresholds.above, thresholds.below, momentum, int(clear), room)
     count: int = lib.wg_scan(
         native.pointer(x),
-        held.data_ptr(),
+        residual.data_ptr(),
         native.pointer(velocity),
-        held.numel(),
+        residual.numel(),
         ctypes.byref(selection),
         *found.pointers,
     )
@@ -104,14 +115,16 @@ def scan(
 
 
 class Sent(NamedTuple):
-    """What the last selection of a matrix was sent as: means (tiles, 2, cols), thresholds it passed."""
+    """How the last selection of a matrix was sent: means (tiles, 2, cols), and the thresholds it passed."""
 
     thresholds: Thresholds
     means: Tensor
 
-    def lost(self, held: Tensor, grid: Grid) -> Tensor:
-        """`held` without what was sent, in a new tensor."""
-        return torch.cat([held[:0], *(self._lost_part(held, grid, *piece).clone() for piece in self._pieces(grid))])
+    def lost(self, residual: Tensor, grid: Grid) -> Tensor:
+        """Return the residual without what was sent, in a new tensor."""
+        return torch.cat(
+            [residual[:0], *(self._lost_part(residual, grid, *piece).clone() for piece in self._pieces(grid))]
+        )
 
     def _pieces(self, grid: Grid) -> list[tuple[int, int, int]]:
         """(tile, start, stop) of whole rows that fit the cache."""
@@ -123,9 +136,9 @@ class Sent(NamedTuple):
             for row in range(start, stop, step)
         ]
 
-    def _lost_part(self, held: Tensor, grid: Grid, tile: int, start: int, stop: int) -> Tensor:
-        """In scratch memory. Few entries were sent: they are visited one by one."""
-        h = fixed.scratch("lost", held[start:stop]).copy_(held[start:stop])
+    def _lost_part(self, residual: Tensor, grid: Grid, tile: int, start: int, stop: int) -> Tensor:
+        """A part of the residual without what was sent, in scratch memory. Few entries were sent: each is visited."""
+        h = fixed.scratch("lost", residual[start:stop]).copy_(residual[start:stop])
         places = self.thresholds.passed(h)
         values = h[places]
         column = places % grid.cols
@@ -133,34 +146,34 @@ class Sent(NamedTuple):
         h[places] = values - torch.where(up, self.means[tile, 0][column], self.means[tile, 1][column])
         return h
 
-    def scan_twin(self, x: Tensor, held: Tensor, grid: Grid, thresholds: Thresholds, room: int) -> Selected:
-        """The twin of wg_scan_columns."""
+    def scan_reference(self, x: Tensor, residual: Tensor, grid: Grid, thresholds: Thresholds, room: int) -> Selected:
+        """The reference implementation of wg_scan_columns."""
         lists: list[tuple[Tensor, Tensor]] = []
         count = done = 0
         for tile, start, stop in self._pieces(grid):
-            before = self._lost_part(held, grid, tile, start, stop)
-            found = _scan_twin(x[start:stop], before, None, 0.0, thresholds, max(0, room - count), False)
-            held[start : start + found.done] = before[: found.done]
+            before = self._lost_part(residual, grid, tile, start, stop)
+            found = _scan_reference(x[start:stop], before, None, 0.0, thresholds, max(0, room - count), False)
+            residual[start : start + found.done] = before[: found.done]
             lists.append((found.indices + start, found.values))
             count, done = count + found.total, start + found.done
             if done < stop:
                 break
         indices = torch.cat([part[0] for part in lists]) if lists else torch.empty(0, dtype=torch.int64)
-        return Selected(indices, torch.cat([held[:0], *(part[1] for part in lists)]), count, done)
+        return Selected(indices, torch.cat([residual[:0], *(part[1] for part in lists)]), count, done)
 
 
-def scan_columns(x: Tensor, held: Tensor, sent: Sent, grid: Grid, thresholds: Thresholds, room: int) -> Selected:
-    """As scan, for a `held` from which the last selection has not been taken out yet."""
-    lib = native.library_for(held)
+def scan_columns(x: Tensor, residual: Tensor, sent: Sent, grid: Grid, thresholds: Thresholds, room: int) -> Selected:
+    """Scan a residual from which the last selection has not been taken out yet; see `scan`."""
+    lib = native.library_for(residual)
     if lib is None:
-        return sent.scan_twin(x, held, grid, thresholds, room)
+        return sent.scan_reference(x, residual, grid, thresholds, room)
     found_room = _Room(room, False)
     selection = native.Selection(thresholds.above, thresholds.below, 0.0, 0, room)
     old = native.Sent(
         sent.thresholds.above, sent.thresholds.below, grid.rows, grid.cols, grid.tile, sent.means.data_ptr()
     )
     count: int = lib.wg_scan_columns(
-        x.data_ptr(), held.data_ptr(), ctypes.byref(old), ctypes.byref(selection), *found_room.pointers
+        x.data_ptr(), residual.data_ptr(), ctypes.byref(old), ctypes.byref(selection), *found_room.pointers
     )
     return found_room.selected(count)
 
@@ -193,17 +206,17 @@ class _Room:
 
 
 def kth_largest(sizes: Tensor, k: int) -> int:
-    """The k-th largest of int32 values, k from 1 on. NumPy's selection is many times torch's."""
+    """Return the k-th largest of int32 values, k from 1 on. NumPy's selection is many times as fast as torch's."""
     place = sizes.numel() - k
     if sizes.device.type == "cpu":
         return int(np.partition(sizes.numpy(), place)[place])
     return int(torch.kthvalue(sizes, place + 1).values)
 
 
-def keep_largest(indices: Tensor, values: Tensor, k: int, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude, in order; of equals, the first. Consumes its input.
+def keep_largest(indices: Tensor, values: Tensor, k: int, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Keep the k entries of largest magnitude, in order; of equals, the first. Consumes its input.
 
-    With `held`, the entries that are not kept are written back there.
+    With `residual`, the entries that are not kept are written back there.
     """
     n = indices.numel()
     if k >= n:
@@ -221,19 +234,19 @@ def keep_largest(indices: Tensor, values: Tensor, k: int, held: Tensor | None = 
         lib.wg_keep_largest(
             indices.data_ptr(), values.data_ptr(), n, k, limit, others[0].data_ptr(), others[1].data_ptr()
         )
-        if held is not None:
-            scatter(others[0][:-1], others[1][:-1], held)
+        if residual is not None:
+            scatter(others[0][:-1], others[1][:-1], residual)
         return indices[:k], values[:k]
     limit = kth_largest(sizes, k) if k else fixed.INFINITY_BITS
     equal = sizes == limit
     kept = (sizes > limit) | (equal & (torch.cumsum(equal, 0) <= k - int((sizes > limit).sum())))
-    if held is not None:
-        held[indices[~kept]] = values[~kept]
+    if residual is not None:
+        residual[indices[~kept]] = values[~kept]
     return indices[kept], values[kept]
 
 
 def scatter(indices: Tensor, values: Tensor | None, out: Tensor, mode: int = fixed.STORE) -> None:
-    """out[indices] (mode)= values; without values, zeros. Indices are distinct."""
+    """Write values to out[indices], as `mode` says; without values, zeros. Indices are distinct."""
     lib = native.library_for(out)
     if lib is not None:
         lib.wg_scatter(indices.data_ptr(), native.pointer(values), indices.numel(), mode, out.data_ptr())
@@ -255,11 +268,11 @@ def _lines(lines: int, wanted: int, pattern: int) -> Tensor:
 
 
 def line_sample(tensors: list[Tensor], size: int, key: int) -> list[Tensor]:
-    """About `size` elements of each of these flat tensors, the same places in all.
+    """Take about `size` elements of each of these flat tensors, from the same places in all.
 
-    One line from each of as many equal strata, at a hashed place, in one of eight patterns that the
-    key chooses: two encoders with the same key take the same sample on any device. The tensors
-    themselves when they are not larger than that.
+    The sample is one line from each of as many equal strata, at a hashed place, in one of eight patterns that the key
+    chooses: two encoders with the same key take the same sample on any device. Tensors that are not larger than the
+    sample are returned whole.
     """
     lines, wanted = tensors[0].numel() // _LINE, size // _LINE
     if lines <= wanted:
@@ -268,30 +281,30 @@ def line_sample(tensors: list[Tensor], size: int, key: int) -> list[Tensor]:
     return [t[: lines * _LINE].view(lines, _LINE).index_select(0, chosen).view(-1) for t in tensors]
 
 
-def sample(x: Tensor | None, held: Tensor, velocity: Tensor | None, momentum: float, size: int, key: int) -> Tensor:
-    """About `size` of the values h that `scan` would see."""
-    given = [t for t in (held, x, velocity) if t is not None]
+def sample(x: Tensor | None, residual: Tensor, velocity: Tensor | None, momentum: float, size: int, key: int) -> Tensor:
+    """Take about `size` of the values h that `scan` would see."""
+    given = [t for t in (residual, x, velocity) if t is not None]
     h, *steps = line_sample(given, size, key)
     if not steps:
         return h
     return h + (steps[0] if velocity is None else momentum * steps[1] + steps[0])
 
 
-def _scan_twin(
+def _scan_reference(
     x: Tensor | None,
-    held: Tensor,
+    residual: Tensor,
     velocity: Tensor | None,
     momentum: float,
     thresholds: Thresholds,
     room: int,
     clear: bool,
 ) -> Selected:
-    n, count, done = held.numel(), 0, held.numel()
-    mu = torch.tensor(momentum, dtype=torch.float32, device=held.device)
+    n, count, done = residual.numel(), 0, residual.numel()
+    mu = torch.tensor(momentum, dtype=torch.float32, device=residual.device)
     found: list[tuple[Tensor, Tensor]] = []
     for start in range(0, n, fixed.CHUNK):
         stop = min(n, start + fixed.CHUNK)
-        h, speed = held[start:stop], None
+        h, speed = residual[start:stop], None
         if x is not None:
             speed = x[start:stop]
             if velocity is not None:
@@ -302,7 +315,7 @@ def _scan_twin(
             done = start + int(bad.int().argmax()) // BLOCK * BLOCK
             h = h[: done - start]
         if x is not None:
-            held[start : start + h.numel()] = h
+            residual[start : start + h.numel()] = h
             if velocity is not None and speed is not None:
                 velocity[start : start + h.numel()] = speed[: h.numel()]
         places = thresholds.passed(h)
@@ -310,11 +323,11 @@ def _scan_twin(
             listed = places[: room - count]
             found.append((listed + start, h[listed].clone()))
             if clear:
-                held[listed + start] = 0.0
+                residual[listed + start] = 0.0
         count += places.numel()
         if done < stop:
             break
     if not found:
-        nothing = torch.empty(0, dtype=torch.int64, device=held.device)
-        return Selected(nothing, held[:0], count, done)
+        nothing = torch.empty(0, dtype=torch.int64, device=residual.device)
+        return Selected(nothing, residual[:0], count, done)
     return Selected(torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]), count, done)

@@ -26,15 +26,15 @@ _STEP = fixed.CHUNK // GROUP * GROUP
 
 
 def packed_bytes(n: int) -> int:
-    """Bytes that n trits take."""
+    """Return the bytes that n trits take."""
     return n // GROUP * 32 + -(-(n % GROUP) // 5)
 
 
 def ternary(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:
-    """Stochastic ternary codes of x, or of x + residual, which then keeps the error."""
+    """Fill `codes` with stochastic ternary codes of x, or of x + residual, which then keeps the error."""
     lib = native.library_for(x)
     if lib is None:
-        _ternary_twin(x, residual, scale, key, codes)
+        _ternary_reference(x, residual, scale, key, codes)
         return
 
     def work(start: int, stop: int) -> None:
@@ -46,7 +46,7 @@ def ternary(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: T
 
 
 def threshold_codes(w: Tensor, threshold: float, codes: Tensor) -> None:
-    """Codes of sign(w) where |w| > threshold."""
+    """Fill `codes` with sign(w) where |w| > threshold, else 0."""
     lib = native.library_for(w)
     if lib is None:
         for start in range(0, w.numel(), _STEP):
@@ -63,7 +63,7 @@ def threshold_codes(w: Tensor, threshold: float, codes: Tensor) -> None:
 
 
 def ternary_decode(codes: Tensor, n: int, scale: float, out: Tensor, mode: int = fixed.STORE) -> None:
-    """out (mode)= (trit - 1) * scale."""
+    """Write (trit - 1) * scale to `out`, as `mode` says."""
     lib = native.library_for(out)
     if lib is None:
         factor = torch.tensor(scale, dtype=torch.float32, device=out.device)
@@ -81,7 +81,7 @@ def ternary_decode(codes: Tensor, n: int, scale: float, out: Tensor, mode: int =
 
 
 class WeightedSums(NamedTuple):
-    """Two sums over a tensor and its curvature. `finite`: both are, and the curvature is not negative."""
+    """Two sums over a tensor and its curvature. `finite` says that both tensors are, and D is not negative."""
 
     first: float
     second: float
@@ -89,17 +89,17 @@ class WeightedSums(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """first / second, or zero."""
+        """first / second, or zero where the second is."""
         return self.first / self.second if self.second > 0 else 0.0
 
 
 def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> WeightedSums:
-    """(sum D*|w|, sum D) over |w| > threshold; D is one where there is no curvature."""
+    """Return (sum D*|w|, sum D) over |w| > threshold; D is one where there is no curvature."""
 
     # Magnitudes order like their bits; all are above -1.
     limit = -1 if threshold < 0 else int(torch.tensor(threshold, dtype=torch.float32).view(torch.int32))
 
-    def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    def reference(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         sizes, kept = (fixed.scratch(name, piece, torch.int32) for name in ("sizes", "kept"))
         torch.bitwise_and(piece.view(torch.int32), 0x7FFFFFFF, out=sizes)
         torch.sub(limit, sizes, out=kept).bitwise_right_shift_(31).bitwise_and_(d.view(torch.int32))
@@ -109,13 +109,13 @@ def kept_sums(w: Tensor, curvature: Tensor | None, threshold: float) -> Weighted
     def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> int:
         return int(lib.wg_ternary_sums(w_at, d_at, n, threshold, sums_at))
 
-    return _weighted_sums(w, curvature, twin, call)
+    return _weighted_sums(w, curvature, reference, call)
 
 
 def level_sums(w: Tensor, curvature: Tensor | None, alpha: float, levels: int) -> WeightedSums:
-    """(sum D*b*w, sum D*b*b) where b is the level of w, -levels .. levels, on a ruler of +-alpha."""
+    """Return (sum D*b*w, sum D*b*b) where b is the level of w, -levels .. levels, on a ruler of +-alpha."""
 
-    def twin(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    def reference(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         rule = fixed.ruler(torch.full((1,), alpha, device=piece.device), levels)
         b = (fixed.level_of(piece, rule, levels, 0x8000, clamp=True) - levels).to(torch.float32)
         weighted = d * b
@@ -124,16 +124,16 @@ def level_sums(w: Tensor, curvature: Tensor | None, alpha: float, levels: int) -
     def call(lib: CDLL, w_at: int, d_at: int | None, n: int, sums_at: int) -> int:
         return int(lib.wg_level_sums(w_at, d_at, n, alpha, levels, sums_at))
 
-    return _weighted_sums(w, curvature, twin, call)
+    return _weighted_sums(w, curvature, reference, call)
 
 
 def _weighted_sums(
     w: Tensor,
     curvature: Tensor | None,
-    twin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    reference: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     call: Callable[[CDLL, int, int | None, int, int], int],
 ) -> WeightedSums:
-    """Two exactly repeatable sums, block by block as in moments.py."""
+    """Return two exactly repeatable sums, block by block as in moments.py."""
     n = w.numel()
     partials = torch.zeros(-(-n // BLOCK), 2, dtype=torch.float64)
     lib = native.library_for(w)
@@ -144,7 +144,7 @@ def _weighted_sums(
             d = torch.ones_like(piece) if curvature is None else curvature[start : start + fixed.CHUNK]
             low, high = torch.aminmax(d.view(torch.int32))  # a negative float is a negative integer
             good = good and largest_bits(piece) < fixed.INFINITY_BITS > int(high) and int(low) >= 0
-            parts = [fixed.padded(part, BLOCK) for part in twin(piece, d)]
+            parts = [fixed.padded(part, BLOCK) for part in reference(piece, d)]
             wide = fixed.scratch("wide", parts[0], torch.float64)
             sums = torch.stack([fixed.block_sums(wide.copy_(part), BLOCK) for part in parts])
             partials[start // BLOCK : start // BLOCK + sums.shape[1]] = sums.t().cpu()
@@ -161,7 +161,7 @@ def _weighted_sums(
     return WeightedSums(first, second, True)
 
 
-def _ternary_twin(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:
+def _ternary_reference(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:
     rule = fixed.ruler(torch.full((1,), scale, device=x.device), 1)
     for start in range(0, x.numel(), _STEP):
         h = x[start : start + _STEP]
@@ -182,7 +182,7 @@ def _store(codes: Tensor, start: int, trits: Tensor) -> None:
 
 
 def pack_trits(trits: Tensor) -> Tensor:
-    """Trits (uint8) -> bytes."""
+    """Pack trits (uint8) into bytes."""
     whole = trits.numel() // GROUP * GROUP
     rest = trits[whole:]
     width = -(-rest.numel() // 5)
@@ -200,7 +200,7 @@ def _horner(digits: Tensor) -> Tensor:
 
 
 def unpack_trits(codes: Tensor, n: int) -> Tensor:
-    """Bytes -> n trits (uint8)."""
+    """Unpack bytes into n trits (uint8)."""
     groups = n // GROUP
     parts = []
     for part, width, count in (

@@ -1,4 +1,4 @@
-"""Splits large buffers over threads. Kernels release the GIL, so Python threads do.
+"""Splits large buffers over threads. Python threads are enough, because the kernels release the GIL.
 
 The pieces are cut where no result can depend on the cut, so the number of threads never
 changes a byte. Below LARGE elements one thread is faster than starting two.
@@ -20,7 +20,7 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def set_threads(count: int | None) -> None:
-    """Threads for large buffers; None follows `torch.get_num_threads()`."""
+    """Set the threads for large buffers; None follows `torch.get_num_threads()`."""
     global _threads, _pool
     if count is not None and count < 1:
         raise ValueError(f"threads must be at least 1, got {count}")
@@ -31,12 +31,21 @@ def set_threads(count: int | None) -> None:
 
 
 def get_threads() -> int:
-    """Threads used for large buffers."""
+    """Return the number of threads used for large buffers."""
     return torch.get_num_threads() if _threads is None else _threads
 
 
 def run_split(n: int, multiple: int, work: Callable[[int, int], _Result]) -> list[_Result]:
-    """Call work(start, stop) on pieces of range(n) that start at multiples of `multiple`."""
+    """Run work(start, stop) on pieces of range(n), in threads where n is large.
+
+    Args:
+        n: Elements in all.
+        multiple: Pieces start at multiples of it.
+        work: What is called for each piece.
+
+    Returns:
+        What the calls returned, in order.
+    """
     global _pool
     count = get_threads()
     if count == 1 or n < LARGE:

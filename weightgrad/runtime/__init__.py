@@ -1,1 +1,1 @@
-"""The field: real sites and a real global server, joined by gRPC with mutual TLS."""
+"""The deployment: real sites and a real global server, connected by gRPC with mutual TLS."""

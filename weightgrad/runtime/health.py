@@ -1,7 +1,7 @@
-"""A small page for machines: `/metrics` for Prometheus, `/healthz` for whoever restarts what is ill.
+"""A small HTTP server: `/metrics` for Prometheus, `/healthz` for whatever restarts unhealthy processes.
 
-It has no TLS and asks for no name, so it belongs on an address that only your own network reaches.
-It runs in threads of its own: `status` is called from them, and a slow reader holds up nobody.
+It has neither TLS nor authentication, so it belongs on an address that only your own network reaches. It runs in
+threads of its own: `status` is called from them, and a slow reader delays nobody.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from weightgrad.errors import LinkError
-from weightgrad.runtime.metrics import Metrics
+from weightgrad.runtime.metrics import MetricSet
 
-# What every Prometheus reads; the library's own constant names a newer version that old ones do not know.
+# Every Prometheus reads this version; the library's own constant names one that old releases do not know.
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Status = Callable[[], dict[str, object]]
-"""Facts about the process; `healthy` among them decides between 200 and 503."""
+"""Returns facts about the process; the fact `healthy` decides between 200 and 503."""
 
 
 class HealthServer:
-    """The page, while it is served."""
+    """A running server of metrics and health. Made by `serve`."""
 
     def __init__(self, http: ThreadingHTTPServer) -> None:
         self._http = http
@@ -36,21 +36,30 @@ class HealthServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close it; the address is free when this returns."""
+        """Stop; the address is free when this returns. May be called again."""
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
 
 
-def serve(listen: str, metrics: Metrics, status: Status) -> HealthServer:
-    """Serve on HOST:PORT, such as 127.0.0.1:7444 or [::1]:7444; port 0 is any free one."""
+def serve(listen: str, metrics: MetricSet, status: Status) -> HealthServer:
+    """Serve metrics and health until `stop`.
+
+    Args:
+        listen: HOST:PORT, such as 127.0.0.1:7444 or [::1]:7444; for port 0 the system chooses a port.
+        metrics: what /metrics shows.
+        status: what /healthz shows.
+
+    Raises:
+        LinkError: the address cannot be listened on.
+    """
     host, port = _address(listen)
     try:
         return HealthServer(_Http((host, port), _handler(metrics, status)))
     except OSError as error:
         raise LinkError(
             f"metrics and health cannot listen on {listen}: {error.strerror or error}; "
-            "end what listens there, or give another address"
+            "stop what listens there, or give another address"
         ) from error
 
 
@@ -64,38 +73,38 @@ def _address(listen: str) -> tuple[str, int]:
 
 
 class _Http(ThreadingHTTPServer):
-    allow_reuse_port = False  # some Pythons have it on: a second server would take half of the requests in silence
+    allow_reuse_port = False  # some Pythons set it: a second server would silently take half of the requests
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks the name service who it is, which can take many seconds.
+        # The method of HTTPServer looks up its own host name, which can take many seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away is no news; anything else is."""
+        """Ignore readers that went away; report everything else."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
-def _handler(metrics: Metrics, status: Status) -> type[BaseHTTPRequestHandler]:
+def _handler(metrics: MetricSet, status: Status) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0  # seconds: nobody keeps a thread by saying nothing
+        timeout = 10.0  # seconds: a silent reader does not keep its thread
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path == "/metrics":
-                self._answer(HTTPStatus.OK, _METRICS_TYPE, metrics.text())
+                self._reply(HTTPStatus.OK, _METRICS_TYPE, metrics.text())
             elif path == "/healthz":
                 code, facts = _health(status)
-                self._answer(code, "application/json", json.dumps(facts, default=str).encode() + b"\n")
+                self._reply(code, "application/json", json.dumps(facts, default=str).encode() + b"\n")
             else:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"here are /metrics and /healthz\n")
+                self._reply(HTTPStatus.NOT_FOUND, "text/plain", b"this server has /metrics and /healthz\n")
 
-        def _answer(self, code: HTTPStatus, kind: str, body: bytes) -> None:
+        def _reply(self, code: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(code)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
@@ -114,6 +123,6 @@ def _handler(metrics: Metrics, status: Status) -> type[BaseHTTPRequestHandler]:
 def _health(status: Status) -> tuple[HTTPStatus, dict[str, object]]:
     try:
         facts = status()
-    except Exception as error:  # whatever it is: a process that cannot say how it is is not well
+    except Exception as error:  # whatever it is: a process that cannot report its status is not healthy
         facts = {"healthy": False, "error": f"{type(error).__name__}: {error}"}
     return HTTPStatus.OK if facts.get("healthy") else HTTPStatus.SERVICE_UNAVAILABLE, facts

@@ -3,7 +3,8 @@
     data = wire.to_bytes(payload)
     payload = wire.parse(data)          # or any subclass of FrameError, never anything else
 
-`frame` holds the format, `dtypes` its numbering of dtypes, `docs/wire-format.md` the specification.
+`frame` holds the format of a frame, `messages` and `message_bytes` those of messages, `versions` every version number,
+and `docs/wire-format.md` the specification.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
-"""One payload as one self-describing run of bytes, read as if a stranger had sent it.
+"""One payload as one self-describing frame of bytes, parsed as if a stranger had sent it.
 
     ┌─────────────┬─────────────┬──────────────────┬──────────┬──────────┐
     │ header (24) │ shape (8·d) │ params, 0-padded │   body   │ XXH3 (8) │
     └─────────────┴─────────────┴──────────────────┴──────────┴──────────┘
                                           a multiple of 8 ┘
 
-Everything is little-endian; `docs/wire-format.md` gives every field, a worked frame and the
-order of the checks. The body starts at a multiple of 8, so that a decoder may look at it as
-words of any width without moving it.
+Everything is little-endian; `docs/wire-format.md` gives every field, a worked frame and the order of the checks. The
+body starts at a multiple of 8, so that a decoder can view it as words of any width without a copy.
 
 A length is only believed after it was compared with a limit and with the bytes at hand, and
 nothing is allocated before the last check has passed: a frame of a hundred bytes that claims
 a terabyte costs a hundred bytes. The checksum (XXH3-64, https://xxhash.com) comes last, as it
 alone takes time in proportion to the frame. It finds accidents, not forgers.
 
-Left out: compression (a codec's affair), authentication (the transport's), and alignment from
-one frame to the next (a reader that needs it copies, see `parse`).
+Left out: compression (the task of codecs), authentication (the task of the transport), and alignment from one frame
+to the next (a reader that needs it copies, see `parse`).
 """
 
 from __future__ import annotations
@@ -43,17 +42,23 @@ from weightgrad.errors import (
     TrailingBytesError,
     TruncatedError,
     UnknownCodecError,
+    UnknownDtypeError,
     VersionError,
 )
-from weightgrad.wire.dtypes import dtype_id, dtype_of
+from weightgrad.wire.versions import FRAME_VERSION
 
 MAGIC = b"WGRD"
-VERSION = 1
 HEADER_BYTES = 24
 CHECKSUM_BYTES = 8
 MAX_NDIM = 16
 MAX_PARAMS_BYTES = 1024
 _ALIGN = 8
+
+# These numbers are part of the format: once given they never change and are never used again. Zero is unused, so that a
+# header of zeros is not a valid one.
+_DTYPE_BY_ID = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16, 4: torch.float64}
+_ID_BY_DTYPE = {dtype: number for number, dtype in _DTYPE_BY_ID.items()}
+_KNOWN_DTYPES = ", ".join(f"{number} {str(dtype).removeprefix('torch.')}" for number, dtype in _DTYPE_BY_ID.items())
 
 # magic, version, codec id, dtype id, ndim, params_len, reserved (2 + 4), body_len
 _HEADER = struct.Struct("<4sBBBBH6sQ")
@@ -64,9 +69,10 @@ _CHECKSUM = struct.Struct("<Q")
 class Limits:
     """What a reader accepts from a stranger.
 
-    `max_body_bytes` bounds what a reader must hold to parse a frame. `max_elements` bounds what
-    a decoder must allocate afterwards: a sparse body of a few bytes may stand for that many
-    elements, so set it to the largest tensor you expect.
+    Attributes:
+        max_elements: bounds what a decoder must allocate: a sparse body of a few bytes may stand for that many
+            elements, so set it to the largest tensor you expect.
+        max_body_bytes: bounds what a reader must hold to parse a frame.
     """
 
     max_elements: int = 2**32
@@ -84,7 +90,7 @@ _DEFAULT_LIMITS = Limits()
 
 
 class _Layout(NamedTuple):
-    """Where the parts of a frame lie, as its header says."""
+    """Where the fields of a frame lie, by its header."""
 
     codec_id: int
     dtype_id: int
@@ -114,20 +120,20 @@ class _Layout(NamedTuple):
 
 
 def frame_bytes(payload: Payload) -> int:
-    """How long `to_bytes(payload)` is, without making it."""
+    """The length of `to_bytes(payload)`, without making it."""
     return _Layout(0, 0, len(payload.shape), len(payload.params), payload.body.numel()).frame_bytes
 
 
 def to_bytes(payload: Payload) -> bytes:
-    """`payload` as one frame. Copies the body once; `to_buffers` does not."""
+    """Write a payload as one frame. Copies the body once; `to_buffers` does not."""
     return b"".join(to_buffers(payload))
 
 
 def to_buffers(payload: Payload) -> list[bytes | memoryview]:
-    """`payload` as the parts of one frame: header, body, checksum; for `socket.sendmsg`.
+    """Write a payload as the buffers of one frame: header, body and checksum, for `socket.sendmsg`.
 
-    The body is a read-only view of `payload.body` (of a copy, if that is not on the CPU). Send it
-    before the tensor is written again: the checksum is of what it holds now.
+    The body is a read-only view of `payload.body` (of a copy, if that is not on the CPU). Send it before the tensor is
+    written again: the checksum is that of its present contents.
     """
     header = _header(payload)
     body = _body_view(payload.body)
@@ -137,21 +143,30 @@ def to_buffers(payload: Payload) -> list[bytes | memoryview]:
 
 
 def frame_size(data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIMITS) -> int:
-    """How many bytes the frame that starts `data` takes, from its first 24 bytes alone.
+    """The length of the frame that starts `data`, from its first 24 bytes alone.
 
-    For a reader of a stream: receive 24, ask, receive the rest, `parse`. The answer is at most
-    `limits.max_body_bytes` + 1,184. It does not look at the codec, the dtype or the shape, so a
-    relay can pass on or skip what it cannot decode.
+    A reader of a stream receives 24 bytes, asks for the length, receives the rest, and calls `parse`. The length is at
+    most `limits.max_body_bytes` + 1,184. Codec, dtype and shape are not checked, so a relay can pass on or skip what it
+    cannot decode.
     """
     return _read_layout(_byte_view(data), limits).frame_bytes
 
 
 def parse(data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIMITS) -> Payload:
-    """The payload in `data`, which is exactly one frame.
+    """Parse exactly one frame.
 
-    The body is not copied if `data` is writable and its body lies at an address divisible by 8:
-    it then shares memory with `data`, which cannot be resized while the payload lives and must
-    not be written to. Otherwise it is copied once.
+    The body is not copied if `data` is writable and its body lies at an address divisible by 8: it then shares memory
+    with `data`, which cannot be resized while the payload lives and must not be written to. Otherwise it is copied.
+
+    Args:
+        data: the bytes of the frame.
+        limits: what the reader accepts.
+
+    Returns:
+        The payload.
+
+    Raises:
+        FrameError: the bytes are not one good frame; each check has its own subclass.
     """
     view = _byte_view(data)
     layout = _check_structure(view, limits)
@@ -164,22 +179,29 @@ def parse(data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIM
 
 
 def parse_prefix(data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIMITS) -> tuple[Payload, int]:
-    """The payload of the frame that starts `data`, and how many bytes that frame took."""
+    """Parse the frame that starts `data`.
+
+    Returns:
+        The payload, and the length of the frame.
+
+    Raises:
+        FrameError: the bytes do not start with a good frame.
+    """
     view = _byte_view(data)
     layout = _check_structure(view, limits)
     return _read_payload(view, layout), layout.frame_bytes
 
 
 def frames(data: bytes | bytearray | memoryview, *, limits: Limits = _DEFAULT_LIMITS) -> Iterator[Payload]:
-    """The payloads of frames that follow one another in `data`; none if it is empty.
+    """Parse frames that follow one another in `data`; none if it is empty.
 
-    A bad frame raises when the iterator comes to it. What lies behind it is not looked for.
+    A bad frame raises when the iterator comes to it. What lies behind it is not read.
     """
     rest = _byte_view(data)
     while len(rest):
-        payload, taken = parse_prefix(rest, limits=limits)
+        payload, length = parse_prefix(rest, limits=limits)
         yield payload
-        rest = rest[taken:]
+        rest = rest[length:]
 
 
 def _header(payload: Payload) -> bytes:
@@ -192,9 +214,9 @@ def _header(payload: Payload) -> bytes:
             raise SizeLimitError(f"dimension {axis} is {size}; a frame holds 0 to 2**63 - 1; fix Payload.shape")
     fields = _HEADER.pack(
         MAGIC,
-        VERSION,
+        FRAME_VERSION,
         registry.wire_id(payload.codec),
-        dtype_id(payload.dtype),
+        _dtype_id(payload.dtype),
         len(shape),
         len(params),
         bytes(6),
@@ -229,8 +251,8 @@ def _read_layout(view: memoryview, limits: Limits) -> _Layout:
     if len(view) < HEADER_BYTES:
         raise TruncatedError(f"{len(view)} bytes came; a header has {HEADER_BYTES}; receive the rest and retry")
     _, version, codec, dtype, ndim, params_bytes, reserved, body_bytes = _HEADER.unpack_from(view)
-    if version != VERSION:
-        raise VersionError(f"version {version}; this build reads {VERSION}; use one release at both ends")
+    if version != FRAME_VERSION:
+        raise VersionError(f"frame version {version}; this build reads {FRAME_VERSION}; use one release at both ends")
     _check_zeros("reserved fields", reserved)
     _check_ndim(ndim)
     _check_params_bytes(params_bytes)
@@ -246,7 +268,7 @@ def _check_structure(view: memoryview, limits: Limits) -> _Layout:
     """Every check but the checksum's. What passes lies within `view`, whatever follows it."""
     layout = _read_layout(view, limits)
     _codec_of(layout.codec_id)
-    dtype_of(layout.dtype_id)
+    _dtype_of(layout.dtype_id)
     if len(view) < layout.frame_bytes:
         raise TruncatedError(f"{len(view)} bytes came; the frame has {layout.frame_bytes}; receive the rest and retry")
     shape = _read_shape(view, layout)
@@ -272,7 +294,7 @@ def _read_payload(view: memoryview, layout: _Layout) -> Payload:
         )
     return Payload(
         codec=_codec_of(layout.codec_id),
-        dtype=dtype_of(layout.dtype_id),
+        dtype=_dtype_of(layout.dtype_id),
         shape=_read_shape(view, layout),
         params=bytes(view[layout.params_at : layout.padding_at]),
         body=_read_body(view[layout.body_at : layout.checksum_at]),
@@ -286,6 +308,25 @@ def _codec_of(number: int) -> str:
             f"codec id {number} is unknown to this build; upgrade the reader, or encode with a codec both ends have"
         )
     return name
+
+
+def _dtype_id(dtype: torch.dtype) -> int:
+    number = _ID_BY_DTYPE.get(dtype)
+    if number is None:
+        raise UnknownDtypeError(
+            f"{dtype} has no id on the wire; the ids are {_KNOWN_DTYPES}; convert the tensor before encoding it"
+        )
+    return number
+
+
+def _dtype_of(number: int) -> torch.dtype:
+    dtype = _DTYPE_BY_ID.get(number)
+    if dtype is None:
+        raise UnknownDtypeError(
+            f"dtype id {number} is unknown; this build knows {_KNOWN_DTYPES}; upgrade the reader, "
+            "or check that the bytes are a frame"
+        )
+    return dtype
 
 
 def _read_shape(view: memoryview, layout: _Layout) -> tuple[int, ...]:

@@ -4,11 +4,11 @@
 #if WG_HAS_AVX2_UNIT
 #include "lanes.h"
 
-/* h = x + (held - old mean of its sign) */
-ALWAYS_INLINE F8 next_h(const float *x, const float *held, F8 old_positive, F8 old_negative) {
+/* h = x + (residual - old mean of its sign) */
+ALWAYS_INLINE F8 next_h(const float *x, const float *residual, F8 old_positive, F8 old_negative) {
     F8 v = _mm256_loadu_ps(x);
-    if (!held) return v;
-    F8 h = _mm256_loadu_ps(held);
+    if (!residual) return v;
+    F8 h = _mm256_loadu_ps(residual);
     return _mm256_add_ps(v, _mm256_sub_ps(h, _mm256_blendv_ps(old_positive, old_negative, h)));
 }
 
@@ -25,17 +25,17 @@ ALWAYS_INLINE int all_finite(I8 top) {
 
 /* ---- a single column: lines of 32 lanes ---- */
 
-ALWAYS_INLINE int add_line(const float *x, float *held, F8 old_positive, F8 old_negative, F8 acc[2][4], uint32_t *mask) {
+ALWAYS_INLINE int add_line(const float *x, float *residual, F8 old_positive, F8 old_negative, F8 acc[2][4], uint32_t *mask) {
     F8 h[4];
     I8 top = _mm256_setzero_si256();
     for (int j = 0; j < 4; j++) {
-        h[j] = next_h(x + 8 * j, held ? held + 8 * j : NULL, old_positive, old_negative);
+        h[j] = next_h(x + 8 * j, residual ? residual + 8 * j : NULL, old_positive, old_negative);
         top = _mm256_max_epu32(top, magnitude8(h[j]));
     }
     if (!all_finite(top)) return 0;
     *mask = 0;
     for (int j = 0; j < 4; j++) {
-        if (held) _mm256_storeu_ps(held + 8 * j, h[j]);
+        if (residual) _mm256_storeu_ps(residual + 8 * j, h[j]);
         add_by_sign(h[j], &acc[0][j], &acc[1][j]);
         *mask |= (uint32_t)_mm256_movemask_ps(h[j]) << 8 * j;
     }
@@ -43,18 +43,18 @@ ALWAYS_INLINE int add_line(const float *x, float *held, F8 old_positive, F8 old_
 }
 
 /* The last, short line. Padding is made so that h is +0 there, which adds nothing. */
-static int add_rest(const float *x, float *held, F8 old_positive, F8 old_negative, uint64_t some, F8 acc[2][4], uint32_t *mask) {
-    float rest_x[32] = {0}, rest_held[32];
-    for (int i = 0; i < 32; i++) rest_held[i] = _mm256_cvtss_f32(old_positive);
+static int add_rest(const float *x, float *residual, F8 old_positive, F8 old_negative, uint64_t some, F8 acc[2][4], uint32_t *mask) {
+    float rest_x[32] = {0}, rest_residual[32];
+    for (int i = 0; i < 32; i++) rest_residual[i] = _mm256_cvtss_f32(old_positive);
     memcpy(rest_x, x, some * sizeof(float));
-    if (held) memcpy(rest_held, held, some * sizeof(float));
-    if (!add_line(rest_x, held ? rest_held : NULL, old_positive, old_negative, acc, mask)) return 0;
-    if (held) memcpy(held, rest_held, some * sizeof(float));
+    if (residual) memcpy(rest_residual, residual, some * sizeof(float));
+    if (!add_line(rest_x, residual ? rest_residual : NULL, old_positive, old_negative, acc, mask)) return 0;
+    if (residual) memcpy(residual, rest_residual, some * sizeof(float));
     return 1;
 }
 
 /* Returns the elements done: fewer than `height` when one is not finite. */
-ALWAYS_INLINE uint64_t thin_tile(const float *x, float *held, F8 old_positive, F8 old_negative, uint64_t height, uint8_t *bits,
+ALWAYS_INLINE uint64_t thin_tile(const float *x, float *residual, F8 old_positive, F8 old_negative, uint64_t height, uint8_t *bits,
                                  wg_tree *t) {
     const uint64_t lines = (height + 31) / 32;
     for (uint64_t line = 0; line < lines;) {
@@ -63,7 +63,7 @@ ALWAYS_INLINE uint64_t thin_tile(const float *x, float *held, F8 old_positive, F
         for (int j = 0; j < 4; j++) acc[0][j] = acc[1][j] = _mm256_setzero_ps();
         for (; line < stop; line++) {
             const uint64_t i = line * 32, left = height - i;
-            float *to = held ? held + i : NULL;
+            float *to = residual ? residual + i : NULL;
             uint32_t mask;
             if (left >= 32) {
                 if (!add_line(x + i, to, old_positive, old_negative, acc, &mask)) return i;
@@ -81,16 +81,16 @@ ALWAYS_INLINE uint64_t thin_tile(const float *x, float *held, F8 old_positive, F
     return height;
 }
 
-ALWAYS_INLINE int thin(const float *x, float *held, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch) {
+ALWAYS_INLINE int thin(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch) {
     const float *old = old_means;
     for (uint64_t start = 0; start < g.rows; start += g.tile, means += 2, old += 2) {
         const uint64_t height = g.rows - start < g.tile ? g.rows - start : g.tile;
-        const F8 positive = _mm256_set1_ps(held ? old[0] : 0.0f), negative = _mm256_set1_ps(held ? old[1] : 0.0f);
+        const F8 positive = _mm256_set1_ps(residual ? old[0] : 0.0f), negative = _mm256_set1_ps(residual ? old[1] : 0.0f);
         wg_tree t = wg_plant(scratch, 32);
-        float *to = held ? held + start : NULL;
+        float *to = residual ? residual + start : NULL;
         const uint64_t done = thin_tile(x + start, to, positive, negative, height, bits + start / 8, &t);
         if (done < height) {
-            if (held) wg_onebit_roll_back(x, held, old_means, g, start + done, 0, 0);
+            if (residual) wg_onebit_roll_back(x, residual, old_means, g, start + done, 0, 0);
             return 0;
         }
         wg_fold_column(&t);
@@ -101,19 +101,19 @@ ALWAYS_INLINE int thin(const float *x, float *held, float *old_means, wg_grid g,
 
 /* ---- columns in eights, four rows at a time: fewer trips to the running sums ---- */
 
-ALWAYS_INLINE int cell(const float *x, float *held, F8 old_positive, F8 old_negative, uint64_t cols, const uint64_t rows,
+ALWAYS_INLINE int cell(const float *x, float *residual, F8 old_positive, F8 old_negative, uint64_t cols, const uint64_t rows,
                        float *positive, float *negative, uint32_t *negatives, uint8_t *bits) {
     F8 h[4];
     I8 top = _mm256_setzero_si256();
     for (uint64_t k = 0; k < rows; k++) {
-        h[k] = next_h(x + k * cols, held ? held + k * cols : NULL, old_positive, old_negative);
+        h[k] = next_h(x + k * cols, residual ? residual + k * cols : NULL, old_positive, old_negative);
         top = _mm256_max_epu32(top, magnitude8(h[k]));
     }
     if (!all_finite(top)) return 0;
     F8 p = _mm256_loadu_ps(positive), q = _mm256_loadu_ps(negative);
     I8 count = _mm256_loadu_si256((const I8 *)negatives);
     for (uint64_t k = 0; k < rows; k++) {
-        if (held) _mm256_storeu_ps(held + k * cols, h[k]);
+        if (residual) _mm256_storeu_ps(residual + k * cols, h[k]);
         add_by_sign(h[k], &p, &q);
         count = _mm256_sub_epi32(count, _mm256_srai_epi32(_mm256_castps_si256(h[k]), 31));
         bits[k * cols / 8] = (uint8_t)_mm256_movemask_ps(h[k]);
@@ -124,22 +124,22 @@ ALWAYS_INLINE int cell(const float *x, float *held, F8 old_positive, F8 old_nega
     return 1;
 }
 
-ALWAYS_INLINE int wide(const float *x, float *held, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch) {
+ALWAYS_INLINE int wide(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch) {
     for (uint64_t r0 = 0; r0 < g.rows; r0 += g.tile, means += 2 * g.cols) {
         const uint64_t height = g.rows - r0 < g.tile ? g.rows - r0 : g.tile;
-        const float *old = held ? old_means + r0 / g.tile * 2 * g.cols : NULL;
+        const float *old = residual ? old_means + r0 / g.tile * 2 * g.cols : NULL;
         wg_tree t = wg_plant(scratch, g.cols);
         for (uint64_t r = 0; r < height;) {
             const uint64_t some = height - r < 4 ? 1 : 4;
             for (uint64_t c = 0; c < g.cols; c += 8) {
                 const uint64_t i = (r0 + r) * g.cols + c;
-                const F8 positive = held ? _mm256_loadu_ps(old + c) : _mm256_setzero_ps();
-                const F8 negative = held ? _mm256_loadu_ps(old + g.cols + c) : _mm256_setzero_ps();
-                float *to = held ? held + i : NULL, *sums = t.level0 + c;
+                const F8 positive = residual ? _mm256_loadu_ps(old + c) : _mm256_setzero_ps();
+                const F8 negative = residual ? _mm256_loadu_ps(old + g.cols + c) : _mm256_setzero_ps();
+                float *to = residual ? residual + i : NULL, *sums = t.level0 + c;
                 const int good = some == 4 ? cell(x + i, to, positive, negative, g.cols, 4, sums, sums + g.cols, t.negatives + c, bits + i / 8)
                                            : cell(x + i, to, positive, negative, g.cols, 1, sums, sums + g.cols, t.negatives + c, bits + i / 8);
                 if (!good) {
-                    if (held) wg_onebit_roll_back(x, held, old_means, g, r0 + r, some, c);
+                    if (residual) wg_onebit_roll_back(x, residual, old_means, g, r0 + r, some, c);
                     return 0;
                 }
             }
@@ -151,10 +151,10 @@ ALWAYS_INLINE int wide(const float *x, float *held, float *old_means, wg_grid g,
     return 1;
 }
 
-int wg_onebit_avx2(const float *x, float *held, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch) {
+int wg_onebit_avx2(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch) {
     if (g.cols == 1)
-        return held ? thin(x, held, old_means, g, bits, means, scratch) : thin(x, NULL, NULL, g, bits, means, scratch);
-    return held ? wide(x, held, old_means, g, bits, means, scratch) : wide(x, NULL, NULL, g, bits, means, scratch);
+        return residual ? thin(x, residual, old_means, g, bits, means, scratch) : thin(x, NULL, NULL, g, bits, means, scratch);
+    return residual ? wide(x, residual, old_means, g, bits, means, scratch) : wide(x, NULL, NULL, g, bits, means, scratch);
 }
 
 /* ---- decoding ---- */

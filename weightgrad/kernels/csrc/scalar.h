@@ -1,5 +1,5 @@
 /* What each operation means, one element at a time. The portable kernels loop
- * over these; the AVX2 kernels use them for tails; the twins mirror them. */
+ * over these; the AVX2 kernels use them for tails; the torch reference implementations mirror them. */
 #ifndef WG_SCALAR_H
 #define WG_SCALAR_H
 

@@ -1,29 +1,29 @@
 /* Selection of the entries beyond two thresholds, with what error feedback and momentum
  * correction need done in the same pass over memory.
  *
- *   velocity given:  velocity = momentum*velocity + x;  h = held + velocity
- *   x given:         h = held + x
- *   neither:         h = held
+ *   velocity given:  velocity = momentum*velocity + x;  h = residual + velocity
+ *   x given:         h = residual + x
+ *   neither:         h = residual
  *
- * `held` becomes h. Indices and values of the entries with h >= above or h <= below are
+ * `residual` becomes h. Indices and values of the entries with h >= above or h <= below are
  * listed in order, as many as fit; the return value counts all. A run of WG_SCAN_BLOCK
  * elements or fewer with a NaN or Inf in h stops the pass: `done` says where, and nothing of
  * that run has been written.
  *
  * wg_scan_columns is the same for a matrix whose last selection was sent as column means and
- * not yet taken out of `held` (lazy error feedback: no second trip to the entries):
- * h = (held - mean it was sent as) + x.
+ * not yet taken out of `residual` (lazy error feedback: no second trip to the entries):
+ * h = (residual - mean it was sent as) + x.
  */
 #include "units.h"
 
-static float lost(float held, const wg_old *old, uint64_t c) {
-    if (!old) return held;
-    float mean = held >= old->above ? old->positive[c * old->step] : held <= old->below ? old->negative[c * old->step] : 0.0f;
-    return held - mean;
+static float lost(float residual, const wg_old *old, uint64_t c) {
+    if (!old) return residual;
+    float mean = residual >= old->above ? old->positive[c * old->step] : residual <= old->below ? old->negative[c * old->step] : 0.0f;
+    return residual - mean;
 }
 
 static float next(const wg_pass *p, uint64_t i, uint64_t c, const wg_selection *s, const wg_old *old, float *speed) {
-    float h = lost(p->held[i], old, c);
+    float h = lost(p->residual[i], old, c);
     if (!p->x) return h;
     *speed = p->velocity ? s->momentum * p->velocity[i] + p->x[i] : p->x[i];
     return h + *speed;
@@ -36,13 +36,13 @@ int wg_select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, c
     for (size_t c = 0; c < m; c++) {
         const uint64_t i = first + c;
         float h = next(p, i, c, s, old, &speed);
-        if (p->x) p->held[i] = h;
+        if (p->x) p->residual[i] = h;
         if (p->velocity) p->velocity[i] = speed;
         if (h >= s->above || h <= s->below) {
             if (p->count < s->capacity) {
                 p->indices[p->count] = (int64_t)i;
                 p->values[p->count] = h;
-                if (s->clear) p->held[i] = 0.0f;
+                if (s->clear) p->residual[i] = 0.0f;
             }
             p->count++;
         }
@@ -71,9 +71,9 @@ static int run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, cons
     return wg_select_run(p, first, m, s, old);
 }
 
-WG_API uint64_t wg_scan(const float *x, float *held, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,
+WG_API uint64_t wg_scan(const float *x, float *residual, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,
                         float *values, uint64_t *done) {
-    wg_pass p = {x, held, velocity, indices, values, 0};
+    wg_pass p = {x, residual, velocity, indices, values, 0};
     for (*done = 0; *done < n;) {
         size_t m = n - *done < WG_SCAN_BLOCK ? n - *done : WG_SCAN_BLOCK;
         if (!run(&p, *done, m, s, NULL)) break;
@@ -82,9 +82,9 @@ WG_API uint64_t wg_scan(const float *x, float *held, float *velocity, uint64_t n
     return p.count;
 }
 
-WG_API uint64_t wg_scan_columns(const float *x, float *held, const wg_sent *sent, const wg_selection *s, int64_t *indices,
+WG_API uint64_t wg_scan_columns(const float *x, float *residual, const wg_sent *sent, const wg_selection *s, int64_t *indices,
                                 float *values, uint64_t *done) {
-    wg_pass p = {x, held, NULL, indices, values, 0};
+    wg_pass p = {x, residual, NULL, indices, values, 0};
     *done = 0;
     for (uint64_t row = 0; row < sent->rows;) {
         const uint64_t tile = row / sent->tile;

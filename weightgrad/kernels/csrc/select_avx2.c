@@ -8,7 +8,7 @@
 #define NEAR 512 /* floats ahead in a pass that writes; twice as far is slower */
 
 typedef struct {
-    float held[WG_SCAN_BLOCK], velocity[WG_SCAN_BLOCK];
+    float residual[WG_SCAN_BLOCK], velocity[WG_SCAN_BLOCK];
 } copy;
 
 /* What the last call sent, taken out: see wg_old. In registers, as stores to floats might change it. */
@@ -35,9 +35,9 @@ ALWAYS_INLINE F8 take_out(F8 h, const taken *t, size_t c, const int columns) {
 }
 
 /* Loads, advances and stores eight elements; what it overwrites goes to the copy. */
-ALWAYS_INLINE F8 advance(const float *x, float *held, float *velocity, size_t i, F8 momentum, const taken *before, copy *kept,
+ALWAYS_INLINE F8 advance(const float *x, float *residual, float *velocity, size_t i, F8 momentum, const taken *before, copy *kept,
                          const int sent, const int columns) {
-    F8 h = _mm256_loadu_ps(held + i);
+    F8 h = _mm256_loadu_ps(residual + i);
     if (!x) return h;
     F8 speed = _mm256_loadu_ps(x + i);
     if (velocity) {
@@ -46,19 +46,19 @@ ALWAYS_INLINE F8 advance(const float *x, float *held, float *velocity, size_t i,
         _mm256_storeu_ps(kept->velocity + i, slower);
         _mm256_storeu_ps(velocity + i, speed);
     }
-    _mm256_storeu_ps(kept->held + i, h);
+    _mm256_storeu_ps(kept->residual + i, h);
     if (sent) h = take_out(h, before, i, columns);
     h = _mm256_add_ps(h, speed);
-    _mm256_storeu_ps(held + i, h);
+    _mm256_storeu_ps(residual + i, h);
     return h;
 }
 
 /* `stays` is all ones when there is no entry to clear, else zero: arithmetic instead of a branch. */
 ALWAYS_INLINE void list_one(wg_pass *p, uint64_t index, uint64_t place, const int clear, uint32_t stays) {
-    const uint32_t h = wg_bits(p->held[index]);
+    const uint32_t h = wg_bits(p->residual[index]);
     p->indices[place] = (int64_t)index;
     p->values[place] = wg_float(h);
-    if (clear) p->held[index] = wg_float(h & stays);
+    if (clear) p->residual[index] = wg_float(h & stays);
 }
 
 /* Lists the entries of a word of at most 64 elements from `first` to `last`. Most hold no more than two:
@@ -87,7 +87,7 @@ ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_sele
     copy overwritten;
     wg_pass pass = *p;
     const float *x = with_x ? pass.x + first : NULL;
-    float *held = pass.held + first, *velocity = with_velocity ? pass.velocity + first : NULL;
+    float *residual = pass.residual + first, *velocity = with_velocity ? pass.velocity + first : NULL;
     const taken before = load_old(old);
     const F8 momentum = _mm256_set1_ps(s->momentum), above = _mm256_set1_ps(s->above), below = _mm256_set1_ps(s->below);
     const I8 limit = same(wg_bits(s->above) - 1u);
@@ -99,11 +99,11 @@ ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_sele
         for (size_t j = 0; j < end; j += 8) {
             const size_t i = word + j;
             if (j % 16 == 0) {
-                _mm_prefetch((const char *)(held + i + (x ? NEAR : PREFETCH_FLOATS)), _MM_HINT_T0);
+                _mm_prefetch((const char *)(residual + i + (x ? NEAR : PREFETCH_FLOATS)), _MM_HINT_T0);
                 if (x) _mm_prefetch((const char *)(x + i + NEAR), _MM_HINT_T0);
                 if (velocity) _mm_prefetch((const char *)(velocity + i + NEAR), _MM_HINT_T0);
             }
-            const F8 h = advance(x, held, velocity, i, momentum, &before, &overwritten, old != NULL, columns);
+            const F8 h = advance(x, residual, velocity, i, momentum, &before, &overwritten, old != NULL, columns);
             const I8 size = magnitude8(h);
             top = _mm256_max_epu32(top, size);
             const F8 kept = symmetric ? _mm256_castsi256_ps(_mm256_cmpgt_epi32(size, limit))
@@ -113,7 +113,7 @@ ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_sele
         count = list(&pass, first + word, end - 1, mask, count, s, clear);
     }
     if (top8(top) >= WG_INFINITY) {
-        if (x) memcpy(held, overwritten.held, m * sizeof(float));
+        if (x) memcpy(residual, overwritten.residual, m * sizeof(float));
         if (velocity) memcpy(velocity, overwritten.velocity, m * sizeof(float));
         return 0;
     }

@@ -38,11 +38,11 @@ typedef struct {
 #define COUNT 0xffffu
 
 /* `tallies` is 32 bits a slot; `shelf` is room for `capacity` entries a slot, so that one pass both counts and places
- * them. If a slot overflows it, a second pass places all. With `held`, what the means do not say stays there:
- * held[index] = value - mean. */
+ * them. If a slot overflows it, a second pass places all. With `residual`, what the means do not say stays there:
+ * residual[index] = value - mean. */
 WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t k, uint64_t cols, uint64_t tile, uint64_t slots,
                           double factor, uint16_t *counts, float *means, uint16_t *entries, wg_sums *sums, uint32_t *tallies,
-                          uint16_t *shelf, uint64_t capacity, float *held) {
+                          uint16_t *shelf, uint64_t capacity, float *residual) {
     memset(sums, 0, slots * sizeof *sums);
     memset(tallies, 0, slots * sizeof *tallies);
     cursor at = {0, 0, 0, 0};
@@ -65,13 +65,13 @@ WG_API void wg_columns_of(const int64_t *indices, const float *values, uint64_t 
         sums[s].sum[0] = (int64_t)next; /* from here on: where the next entry goes */
         next += count;
     }
-    if (!overflow && !held) return;
+    if (!overflow && !residual) return;
     cursor again = {0, 0, 0, 0};
     for (uint64_t i = 0; i < k; i++) {
         const uint64_t slot = slot_of(&again, indices[i], cols, tile), sign = wg_bits(values[i]) >> 31;
         const uint64_t row = cols == 1 ? (uint64_t)indices[i] - again.start : again.row;
         entries[sums[slot].sum[0]++] = (uint16_t)(row | sign << 15);
-        if (held) held[indices[i]] = values[i] - means[2 * slot + sign];
+        if (residual) residual[indices[i]] = values[i] - means[2 * slot + sign];
     }
 }
 

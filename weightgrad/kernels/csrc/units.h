@@ -6,7 +6,7 @@
 
 /* A block sum. A block is 16 rows of 256 lanes: the rows are added in order, then the 256 lanes as
  * 16 groups of 16, in order, then the 16 lanes are halved: 16 -> 8 -> 4 -> 2 -> 1. Long rows suit a
- * vectorising twin, short groups suit registers. */
+ * vectorising reference implementation, short groups suit registers. */
 #define WG_LANES 256u
 
 static inline void wg_fold_lanes(double *lane, double *sum) {
@@ -93,12 +93,12 @@ static inline void wg_grow(wg_tree *t, uint64_t lines, int last) {
 
 void wg_column_means(const wg_tree *t, uint64_t width, uint64_t rows, float *positive, float *negative);
 void wg_fold_column(wg_tree *t);
-void wg_onebit_roll_back(const float *x, float *held, float *old_means, wg_grid g, uint64_t rows_done, uint64_t group,
+void wg_onebit_roll_back(const float *x, float *residual, float *old_means, wg_grid g, uint64_t rows_done, uint64_t group,
                          uint64_t cols_done);
 void wg_onebit_decode_run(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
                           float *out);
 void wg_signs_run(const float *x, uint64_t n, uint8_t *bits);
-int wg_onebit_avx2(const float *x, float *held, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
+int wg_onebit_avx2(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
 void wg_onebit_decode_avx2(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
                            float *out);
 void wg_signs_avx2(const float *x, uint64_t n, uint8_t *bits);
@@ -112,7 +112,7 @@ typedef struct {
 
 typedef struct {
     const float *x;
-    float *held, *velocity;
+    float *residual, *velocity;
     int64_t *indices;
     float *values;
     uint64_t count;

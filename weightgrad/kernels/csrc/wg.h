@@ -1,7 +1,7 @@
 /* The hot loops of WeightGrad: a plain C library, called through ctypes.
  *
  * Every kernel exists in portable C; the ones that are worth it exist a second
- * time in AVX2 (`*_avx2.c`), chosen at run time. Both, and the torch twins in
+ * time in AVX2 (`*_avx2.c`), chosen at run time. Both, and the torch reference implementations in
  * the kernels folder, give the same bytes and the same floats. That is why:
  *   - noise is a hash of (key, element index), never a generator with state;
  *   - a decoded value is one exact integer times one float multiply;
@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
     float above, below; /* keep h >= above or h <= below */
     float momentum;     /* used when velocity is given */
-    int32_t clear;      /* zero `held` at what is listed */
+    int32_t clear;      /* zero `residual` at what is listed */
     uint64_t capacity;  /* of indices and values */
 } wg_selection;
 

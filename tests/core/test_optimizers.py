@@ -1,0 +1,174 @@
+"""The flat optimizers do what torch does to a module, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weightgrad.core import optimizers
+from weightgrad.errors import StateError, StrategyError
+from weightgrad.local import Layout
+
+SHAPES = [("a", (7, 5)), ("b", (5,)), ("c", (3, 2, 3, 3)), ("d", ()), ("e", (0, 4)), ("f", (33,))]
+LAYOUT = Layout.of_shapes(SHAPES)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"lr": 0.1}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    ("adam", {"lr": 0.01, "betas": [0.8, 0.99]}),
+    ("adam", {"lr": 0.01, "amsgrad": True}),
+    ("adamw", {"lr": 0.01, "weight_decay": 0.1}),
+    ("adagrad", {"lr": 0.1, "lr_decay": 0.01}),
+    ("adadelta", {"lr": 1.0, "rho": 0.8}),
+    ("lars", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+]
+TORCH = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Flat:
+    """Flat weights with their optimizer."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], weights: Tensor) -> None:
+        self.weights = weights.clone()
+        self.parameters = optimizers.parameters_of(LAYOUT, self.weights)
+        self.optimizer = optimizers.build(name, self.parameters, options)
+
+    def step(self, gradient: Tensor) -> None:
+        optimizers.attach(self.parameters, LAYOUT, gradient)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "lars"], ids=str)
+def test_bit_equal_to_torch(name: str, options: dict[str, Any]) -> None:
+    start = randn(LAYOUT.numel)
+    flat = Flat(name, options, start)
+    plain = [nn.Parameter(view.clone()) for view in LAYOUT.views(start)]
+    reference = TORCH[name](plain, **options)
+    for step in range(20):
+        gradient = randn(LAYOUT.numel, seed=step + 1)
+        for parameter, view in zip(plain, LAYOUT.views(gradient), strict=True):
+            parameter.grad = view.clone()
+        rate = 0.1 / (step + 1)
+        optimizers.set_rate(flat.optimizer, rate)
+        optimizers.set_rate(reference, rate)
+        flat.step(gradient)
+        reference.step()
+        assert torch.equal(flat.weights, torch.cat([p.detach().view(-1) for p in plain]))
+    assert not torch.equal(flat.weights, start)
+
+
+@pytest.mark.parametrize("adapt_vectors", [False, True])
+def test_lars_is_its_equation(adapt_vectors: bool) -> None:
+    start = randn(LAYOUT.numel)
+    start[LAYOUT.slots[2].start : LAYOUT.slots[2].stop] = 0  # a tensor without a norm
+    options = {"momentum": 0.9, "weight_decay": 0.05, "trust": 0.02, "eps": 0.0, "adapt_vectors": adapt_vectors}
+    flat = Flat("lars", options, start)
+    weights = [view.double() for view in LAYOUT.views(start)]
+    velocity = [torch.zeros_like(view) for view in weights]
+    for step in range(10):
+        gradient = randn(LAYOUT.numel, seed=step + 1)
+        rate = 0.5 / (step + 1)
+        for place, g in enumerate(LAYOUT.views(gradient)):
+            w, g64 = weights[place], g.double()
+            ratio, decay = 1.0, 0.0
+            if adapt_vectors or w.dim() > 1:
+                decay = 0.05
+                sizes = float(w.norm()), float(g64.norm())
+                if sizes[0] > 0 and sizes[1] > 0:
+                    ratio = 0.02 * sizes[0] / (sizes[1] + decay * sizes[0])
+            velocity[place] = 0.9 * velocity[place] + rate * ratio * (g64 + decay * w)
+            weights[place] = w - velocity[place]
+        optimizers.set_rate(flat.optimizer, rate)
+        flat.step(gradient)
+        torch.testing.assert_close(flat.weights, torch.cat([w.view(-1) for w in weights]).float())
+
+
+def test_parameters_share_memory_with_the_flat_vector() -> None:
+    flat = randn(LAYOUT.numel)
+    parameters = optimizers.parameters_of(LAYOUT, flat)
+    with torch.no_grad():
+        parameters[2].fill_(7.0)
+    slot = LAYOUT.slots[2]
+    assert torch.equal(slot.of(flat), torch.full(slot.shape, 7.0))
+    gradient = torch.zeros(LAYOUT.numel)
+    optimizers.attach(parameters, LAYOUT, gradient)
+    gradient.fill_(3.0)
+    assert all(p.grad is not None and torch.equal(p.grad, torch.full(p.shape, 3.0)) for p in parameters)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_a_saved_state_continues_the_same(name: str, options: dict[str, Any]) -> None:
+    through = Flat(name, options, randn(LAYOUT.numel))
+    for step in range(10):
+        through.step(randn(LAYOUT.numel, seed=step))
+    saved = optimizers.state_tensors(through.optimizer)
+    middle = through.weights.clone()
+    for step in range(10, 20):
+        through.step(randn(LAYOUT.numel, seed=step))
+    again = Flat(name, options, middle)
+    optimizers.load_state_tensors(again.optimizer, saved)
+    for step in range(10, 20):
+        again.step(randn(LAYOUT.numel, seed=step))
+    assert torch.equal(again.weights, through.weights)
+    assert not torch.equal(again.weights, middle)
+    if name == "adam":
+        assert float(saved["0.step"]) == 10
+
+
+def test_the_state_before_the_first_step_can_be_loaded() -> None:
+    used = Flat("adam", {}, randn(LAYOUT.numel))
+    fresh = optimizers.state_tensors(used.optimizer)
+    used.step(randn(LAYOUT.numel))
+    optimizers.load_state_tensors(used.optimizer, fresh)
+    assert optimizers.state_tensors(used.optimizer) == {}
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    adam, sgd = Flat("adam", {}, randn(LAYOUT.numel)), Flat("sgd", {"momentum": 0.9}, randn(LAYOUT.numel))
+    adam.step(randn(LAYOUT.numel))
+    sgd.step(randn(LAYOUT.numel))
+    with pytest.raises(StateError, match="exp_avg"):
+        optimizers.load_state_tensors(adam.optimizer, optimizers.state_tensors(sgd.optimizer))
+    short = optimizers.state_tensors(sgd.optimizer)
+    short["0.momentum_buffer"] = short["0.momentum_buffer"][:3].contiguous()
+    with pytest.raises(StateError, match=r"0\.momentum_buffer should be .* \[7, 5\]"):
+        optimizers.load_state_tensors(sgd.optimizer, short)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sdg", {}, "no optimizer 'sdg'; there are adadelta, adagrad, adam, adamw, lars, sgd"),
+        ("sgd", {"betas": (0.9, 0.99)}, "no option 'betas'; there are lr, momentum, dampening, weight_decay, nesterov"),
+        ("adam", {"lr": "1e-3"}, "lr='1e-3' must be a finite number"),
+        ("adam", {"lr": float("nan")}, "lr=nan must be a finite number"),
+        ("adam", {"betas": 0.9}, "betas=0.9 must be two numbers"),
+        ("sgd", {"nesterov": 1}, "nesterov=1 must be true or false"),
+        ("sgd", {"lr": -1.0}, "sgd: Invalid learning rate"),
+        ("lars", {"momentum": -1.0}, "lars: momentum=-1.0 must not be negative"),
+    ],
+)
+def test_mistakes_are_named(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        Flat(name, options, randn(LAYOUT.numel))
+
+
+@pytest.mark.parametrize(
+    "flat", [torch.zeros(3), torch.zeros(LAYOUT.numel).double(), torch.zeros(LAYOUT.numel, 2)[:, 0]]
+)
+def test_a_vector_that_does_not_fit_is_refused(flat: Tensor) -> None:
+    with pytest.raises(StrategyError, match=f"vector of {LAYOUT.numel} elements"):
+        optimizers.parameters_of(LAYOUT, flat)

@@ -1,0 +1,329 @@
+"""Small recipes and whole runs of them: as real processes, or a server and sites in threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from weightgrad.core import optimizers
+from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.guard import Guard
+from weightgrad.core.server_state import ClosedRound, ServerState
+from weightgrad.errors import WeightGradError
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.deployment import run_config
+from weightgrad.lab.run.launch import Popen, Processes, commands, free_port, prepare, progress_of
+from weightgrad.lab.run.simulation import optimizer_options, rate_of
+from weightgrad.lab.run.task import Training
+from weightgrad.runtime.admission import RunConfig
+from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.session import join
+from weightgrad.runtime.transport.grpc_server import GrpcServer
+from weightgrad.runtime.transport.grpc_sessions import TransportLimits
+
+PATIENCE_S = 300.0  # for a busy machine; nothing here should need it
+
+TINY = """
+name: tiny
+seed: 3
+data: {{name: digits}}
+model: {{name: lenet-digits}}
+training:
+  steps: {steps}
+  batch: 32
+  optimizer: {{name: {optimizer}}}
+  schedule: cosine
+  evaluate_every: 1000
+server: {{name: hub}}
+sites:
+  - {{name: east, workers: {workers}}}
+  - {{name: west, workers: {workers}}}
+lan: {{bandwidth: 900 Mbit/s, delay: 0.1 ms}}
+links:
+  - {{between: [hub, east], bandwidth: 100 Mbit/s, delay: 5 ms}}
+  - {{between: [hub, west], bandwidth: 50 Mbit/s, delay: 10 ms}}
+compute: {{seconds_per_step: 0.01}}
+strategy: {strategy}
+"""
+
+SGD = "sgd, lr: 0.05, momentum: 0.9"
+
+
+def tiny(strategy: str, *, steps: int = 24, workers: int = 2, optimizer: str = SGD) -> Recipe:
+    """Two sites on digits."""
+    text = TINY.format(strategy=strategy, steps=steps, workers=workers, optimizer=optimizer)
+    return Recipe.parse(text, "tiny.yaml")
+
+
+def model_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The global model that a run left, without what the simulator quantizes on top."""
+    found = load_file(str(directory / "model.safetensors"))
+    return {name: tensor for name, tensor in found.items() if not name.startswith("quantized.")}
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Every tensor, every bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)), name
+
+
+class Rehearsal:
+    """A launched run whose processes can be killed and started again with the same commands."""
+
+    def __init__(self, recipe: Recipe, out: Path, *more: str, popen: Popen = subprocess.Popen) -> None:
+        self.recipe, self.out, self.popen = recipe, out, popen
+        self.address = f"127.0.0.1:{free_port()}"
+        prepare(recipe, out)
+        self.commands = commands(recipe, out, self.address, lambda _: self.address)
+        for name in self.commands:
+            if name != "server":
+                self.commands[name] += more
+        self.processes = Processes(out / "logs")
+
+    def __enter__(self) -> Rehearsal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.processes.end()
+
+    def start(self, *names: str) -> None:
+        for name in names or self.commands:
+            self.processes.start(name, self.commands[name], self.popen)
+
+    def steps(self) -> dict[str, int]:
+        return progress_of(self.recipe, self.out, 0.0).steps
+
+    def until(self, site: str, step: int) -> None:
+        """Until that site has done so many steps."""
+        self.until_true(lambda: self.steps()[site] >= step)
+
+    def until_true(self, happened: Callable[[], bool], *, seconds: float = 240.0) -> None:
+        limit = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < limit, {n: self.processes.tail(n) for n in self.processes.running}
+            if (name := self.processes.failed()) is not None:
+                raise AssertionError(f"{name}: {self.processes.tail(name, 40)}")
+            time.sleep(0.02)
+
+    def kill(self, name: str) -> None:
+        """kill -9 of the process and all it has started."""
+        process = self.processes.running.pop(name)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def kill_worker(self, site: str, rank: int) -> None:
+        """kill -9 of one worker; torchrun lives and starts the workers again."""
+        for directory in Path("/proc").iterdir():
+            if not directory.name.isdigit():
+                continue
+            try:
+                variables = (directory / "environ").read_bytes().split(b"\0")
+                command = (directory / "cmdline").read_bytes()
+            except OSError:
+                continue
+            mine = f"{self.out}".encode() in command and f"--site\0{site}".encode() in command
+            if mine and f"LOCAL_RANK={rank}".encode() in variables:
+                os.kill(int(directory.name), signal.SIGKILL)
+                return
+        raise AssertionError(f"no worker {rank} of {site}")
+
+    def finish(self) -> None:
+        self.until_true(self.processes.all_done)
+        assert self.processes.failed() is None
+
+    def log(self, name: str) -> str:
+        return (self.out / "logs" / f"{name}.log").read_text(errors="replace")
+
+
+class Hub:
+    """A global server in a thread of this process."""
+
+    def __init__(
+        self,
+        recipe: Recipe | RunConfig,
+        *,
+        certs: Path | None = None,
+        listen: str = "127.0.0.1:0",
+        max_message: int = 1 << 30,
+        **options: Any,
+    ) -> None:
+        asked = recipe if isinstance(recipe, RunConfig) else run_config(recipe)
+        credentials = Credentials.load(certs, server=True) if certs is not None else None
+        options = {"guard": Guard(), **options}
+        own = credentials.for_server() if credentials is not None else None
+        self.transport = GrpcServer(listen, credentials=own, limits=TransportLimits.for_messages_of(max_message))
+        self.address = f"127.0.0.1:{self.transport.port}"
+        try:
+            self.server = GlobalServer(asked, ServeOptions(**options), self.transport, credentials)
+        except WeightGradError:
+            self.transport.stop(0.0)
+            raise
+        self.error: BaseException | None = None
+        self.global_models: dict[int, str] = {}  # digests by version, of the rounds that this server has closed
+        self._report = self.server.telemetry.closed
+        self.server.telemetry.closed = self._keep  # type: ignore[method-assign]
+        self._until = time.monotonic() + PATIENCE_S
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _keep(self, closed: ClosedRound) -> None:
+        self.global_models[closed.result.version] = closed.digest
+        self._report(closed)
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except WeightGradError as error:
+            self.error = error
+
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """As by SIGTERM."""
+        self.server.stop()
+        self.join()
+
+    def join(self) -> None:
+        """Until it has ended by itself."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def tick(self) -> None:
+        """Wait a little for something to happen."""
+        assert self.error is None, self.error
+        assert time.monotonic() < self._until, "waited too long"
+        time.sleep(0.01)
+
+    def until(self, happened: Callable[[], object]) -> None:
+        """Wait for it."""
+        while not happened():
+            self.tick()
+
+    @property
+    def core(self) -> ServerState:
+        assert self.server.core is not None
+        return self.server.core
+
+    @property
+    def version(self) -> int:
+        return self.server.core.global_model.version if self.server.core is not None else 0
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        return self.server.metrics.registry.get_sample_value(f"weightgrad_{name}", labels) or 0.0
+
+    def refused(self, reason: str) -> float:
+        """How many connections were, for that reason."""
+        return self.counted("refused_connections_total", reason=reason)
+
+
+class Runner:
+    """A site of one worker that trains a recipe in a thread of this process, as far as it is told to."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        address: str,
+        *,
+        to: int = 10**9,
+        certs: Path | None = None,
+        module: torch.nn.Module | None = None,
+        leaves_at: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.name, self.limit = name, to
+        self._steps = recipe.training.steps if leaves_at is None else leaves_at
+        self.error: BaseException | None = None
+        self._task = Training(recipe)
+        self._task.module = module or self._task.module
+        self._recipe, self._gone = recipe, False
+        self.site = join(address, site=name, credentials=certs, insecure=certs is None, **options)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._train()
+        except WeightGradError as error:
+            self.error = error
+        finally:
+            self._hang_up()
+
+    def _train(self) -> None:
+        """As `train.field.train` does."""
+        recipe, task, site = self._recipe, self._task, self.site
+        number = [one.name for one in recipe.site_list].index(self.name)
+        chosen = recipe.training.optimizer
+        optimizer = optimizers.build(chosen.name, list(task.module.parameters()), optimizer_options(chosen))
+        site.prepare(task.module, optimizer, samples=task.samples(number))
+        rate = rate_of(recipe)
+        while site.steps < self._steps:
+            while site.steps >= self.limit and not self._gone:
+                time.sleep(0.01)
+            if self._gone:
+                return
+            step = site.steps
+            if step and step % task.epoch_steps == 0:
+                optimizers.set_rate(optimizer, rate(step - 1))
+                site.new_epoch()
+            task.backward(number, 0, step)
+            optimizers.set_rate(optimizer, rate(step))
+            optimizer.step()
+        site.leave()
+
+    @property
+    def global_model(self) -> GlobalModel:
+        assert self.site._state is not None
+        return self.site._state.global_model
+
+    def extend(self, steps: int) -> bool:
+        """Let it go on so far, once it has come to its limit; false, for use while waiting."""
+        if self.site.steps >= self.limit:
+            self.limit += steps
+        return False
+
+    @property
+    def version(self) -> int:
+        return self.site._state.global_model.version if self.site._state is not None else 0
+
+    def vanish(self) -> None:
+        """As by kill -9 when the disk is idle: the connections are gone and nobody has said goodbye."""
+        self._gone = True
+        self._hang_up()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        if self.site._checkpoint is not None:
+            self.site._checkpoint.writer.wait()
+
+    def _hang_up(self) -> None:
+        if self.site.events is not None:
+            self.site.events.close()
+        if self.site._connection is not None:
+            self.site._connection.abort()
+
+
+def finish(*sites: Runner) -> None:
+    """Until all have left; raises if one has failed."""
+    for site in sites:
+        site.limit = 10**9
+    for site in sites:
+        site._thread.join(PATIENCE_S)
+        assert not site._thread.is_alive(), f"{site.name} is at step {site.site.steps}"
+        if site.error is not None:
+            raise site.error

@@ -1,0 +1,361 @@
+"""The controller of `auto`: the server sets the sync schedule from what the sites measure.
+
+With each push a site reports how long its steps take and how long its last push took to come back as a result. Less
+the time that the server held the round for the other sites, that is the time on the link: `seconds = delay + bytes /
+speed`, fitted for each site by medians over its last rounds, so that one disturbed round changes nothing. The delay is
+at least the round trip time of the link, which the site reports too if it knows it. From these fits the controller
+takes the first of the following schedules whose bytes hide behind the compute between two pushes, and whose results
+come within `reach` steps:
+
+1. nothing encoded, a round every step, where every link is faster than the codecs are;
+2. a round every `every` steps with the usual `density`;
+3. sparser pushes, down to `least`, at the same steps;
+4. fewer rounds, up to `at_most` steps apart.
+
+Before all of these come rounds twice as often while the sites contradict each other: when fewer than half of the
+entries that two of them sent have the same sign (see `agreement`), by more than chance explains. Then each site pulls
+the global model its own way, and hearing of each other sooner keeps them together; sending more in each push does not
+help (`docs/log.md`).
+
+The overlap is what the slowest result needs, so several rounds may be under way at a time. The controller goes to a
+slower schedule when the present one no longer hides, and back to a faster one only when that one would hide with a
+margin, so it does not oscillate. It slows down by a factor of four at most in one round, so that a first impression
+never starves the training. Every change is recorded with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from weightgrad import codecs
+from weightgrad.codecs import ErrorFeedback
+from weightgrad.codecs.sparse import TopK
+from weightgrad.core.agreement import Signs
+from weightgrad.core.link_fit import WINDOW, LinkFit
+from weightgrad.core.parts import check, part
+from weightgrad.errors import StrategyError
+from weightgrad.units import show_bit_s
+from weightgrad.wire.sync_schedule import Report, SyncSchedule
+
+CODEC_BYTES_S = 3e9  # float32 encoded and decoded on one core, until the driver measures it
+_HIDDEN = 0.8  # the part of the compute between two rounds that the exchange may take
+_EAGER = 0.5  # the same, to go back to a faster schedule
+_STAY = 1.3  # times `reach`: how late results may be before rounds get fewer
+_SLOWER = 4.0  # times fewer bytes, at most, from one schedule to the next
+_ENOUGH = 200  # pairs of signs over the last compared rounds, before they count
+_SELDOM = 4  # one of so many rounds is compared, after the first few: comparing costs as much as adding
+_CHANCE = 2.0  # so many standard errors below one half, the sites contradict each other
+_AGREE = 0.6  # when this part of the signs is the same, they no longer do
+_PROBE = 2.5  # times the usual density in the first round: two sizes tell delay from speed
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A sync schedule, the codec of results, and the reason."""
+
+    schedule: SyncSchedule
+    down: str
+    why: str
+    relayed: bool = False  # results relay the pushes, and their codec is not used
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision for an event log."""
+        schedule, down = self.schedule, "the others' pushes" if self.relayed else self.down
+        return {"every": schedule.every, "overlap": schedule.overlap, "up": schedule.up, "down": down, "why": self.why}
+
+
+@part("controller", "fixed")
+@dataclass(frozen=True)
+class Fixed:
+    """No controller: the strategy stays as it is."""
+
+    word: ClassVar[str]
+
+
+@part("controller", "auto")
+@dataclass(frozen=True)
+class Auto:
+    """Sets rounds, density and overlap from measured steps and links.
+
+    Attributes:
+        every: the usual steps between two rounds.
+        density: the usual fraction of entries in a push.
+        least: the smallest density.
+        at_most: the most steps between two rounds.
+        reach: the steps within which a result should come.
+        values: the codec of the values of a sparse push.
+    """
+
+    every: int = 4
+    density: float = 0.01
+    least: float = 0.0025
+    at_most: int = 64
+    reach: int = 12
+    values: str = "sign()"
+
+    word: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check("auto", "every", self.every, 1, 10**6, whole=True)
+        check("auto", "density", self.density, 1e-6, 0.5)
+        check("auto", "least", self.least, 1e-6, self.density)
+        check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
+        check("auto", "reach", self.reach, 1, 10**6, whole=True)
+        if not isinstance(self.values, str):
+            raise StrategyError(f"auto: values = {self.values!r}; wanted a codec such as 'sign()'")
+
+    def first(self) -> Decision:
+        """The decision before anything is measured: a round at once and larger than usual.
+
+        The second round has another size, and the two tell delay from speed.
+        """
+        probe = min(0.5, _PROBE * self.density)
+        down = self.codec(self.down(probe))
+        return Decision(SyncSchedule(1, 1, self.codec(probe)), down, "nothing is measured yet: a first probe")
+
+    def down(self, density: float) -> float:
+        """The density of a result of pushes of that density: sites choose different entries, so a result has more."""
+        return 1.0 if density >= 1 else min(0.5, 2 * density)
+
+    def codec(self, density: float) -> str:
+        """The codec of that density; from 1 on, everything exact."""
+        return "fp32" if density >= 1 else f"ef(topk({density:g}) > {self.values})"
+
+    def ladder(self, *, unlike: bool = False) -> Iterator[tuple[int, float]]:
+        """The schedules to choose from as (every, density), the best first.
+
+        Args:
+            unlike: whether the sites contradict each other.
+        """
+        if unlike and self.every > 1:
+            yield self.every // 2, self.density
+        yield self.every, self.density
+        density = self.density
+        while density / 2 >= self.least:
+            density /= 2
+            yield self.every, density
+        every = self.every
+        while 2 * every <= self.at_most:
+            every *= 2
+            yield every, self.density
+            if density < self.density:
+                yield every, density
+
+
+def sparse_bits(density: float) -> float:
+    """Bits per element of a sparse push: gaps by Golomb-Rice coding and a sign each; from 1 on, a float32."""
+    return 32.0 if density >= 1 else density * (math.log2(1 / density) + 1.6 + 1.0)
+
+
+@dataclass
+class Controller:
+    """What the server knows about its sites, and the sync schedule it has set.
+
+    Attributes:
+        auto: the options.
+        numel: the elements of the model.
+        now: the decision in force.
+    """
+
+    auto: Auto
+    numel: int
+    now: Decision = field(init=False)
+    steps: dict[str, float] = field(default_factory=dict)
+    links: dict[str, LinkFit] = field(default_factory=dict)
+    probes: int = 0
+    others: int | None = None  # how many pushes of others a result relays; None: it is encoded anew
+    codec_bytes_s: float = CODEC_BYTES_S
+    signs: list[Signs] = field(default_factory=list)  # of the last compared rounds
+    unlike: bool = False  # the sites contradict each other
+
+    def __post_init__(self) -> None:
+        self.now = self.auto.first()
+
+    def observe(self, site: str, report: Report, network_seconds: float | None, nbytes: int) -> None:
+        """Take note of a site's report.
+
+        Args:
+            site: the site.
+            report: what it measured.
+            network_seconds: the time on the link of its last round, or None if that is not known.
+            nbytes: the bytes of that round, both ways.
+        """
+        if report.step_seconds > 0:
+            self.steps[site] = report.step_seconds
+        if network_seconds is not None:
+            self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0), report.trip_seconds)
+
+    @staticmethod
+    def compares(number: int) -> bool:
+        """Whether the pushes of that round are to be compared."""
+        return number <= WINDOW or number % _SELDOM == 0
+
+    def compare(self, signs: Signs) -> None:
+        """Take note of how alike the pushes of a round were, before `decide`."""
+        if not signs.common:
+            return
+        self.signs = [*self.signs, signs][-WINDOW:]
+        common = sum(found.common for found in self.signs)
+        if common >= _ENOUGH:
+            self.unlike = self.agreement < (_AGREE if self.unlike else 0.5 - _CHANCE * 0.5 / math.sqrt(common))
+
+    @property
+    def agreement(self) -> float:
+        """The fraction of equal signs among the entries that two sites sent in the last rounds."""
+        common = sum(found.common for found in self.signs)
+        return sum(found.same for found in self.signs) / common if common else 1.0
+
+    def decide(self, present: list[str], *, relayed: bool = False) -> Decision | None:
+        """Decide on the sync schedule when a round closes.
+
+        Args:
+            present: the sites that rounds wait for.
+            relayed: whether the round relayed its pushes.
+
+        Returns:
+            A new decision, or None to go on as before.
+        """
+        self.others = max(0, len(present) - 1) if relayed else None
+        known = [name for name in present if name in self.steps and name in self.links]
+        if not present or len(known) < len(present):
+            return self._probe()
+        found = self._best(known)
+        if replace(found, why=self.now.why) == self.now:
+            return None
+        self.now = found
+        return found
+
+    def _probe(self) -> Decision | None:
+        """Some sites have not reported: make the second round of the usual size, then wait for reports."""
+        self.probes += 1
+        if self.probes != 1:
+            return None
+        usual, down = self.auto.density, self.auto.down(self.auto.density)
+        schedule = SyncSchedule(2, 2, self.auto.codec(usual))
+        self.now = Decision(
+            schedule, self.auto.codec(down), "a second probe, at the usual size", self.others is not None
+        )
+        return self.now
+
+    def _best(self, sites: list[str]) -> Decision:
+        step = max(self.steps[name] for name in sites)
+        lines = {name: self.links[name].line() for name in sites}
+        slowest = max(lines, key=lambda name: lines[name][1])
+        slope = lines[slowest][1]
+        if 0 < slope < 1 / self.codec_bytes_s:
+            seconds = self._seconds(lines, 1.0)
+            if seconds <= _HIDDEN * step:
+                why = (
+                    f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec "
+                    f"({show_bit_s(8 * self.codec_bytes_s)})"
+                )
+                return self._decision(1, 1.0, seconds, step, why)
+        every, density = self._rung(lines, step)
+        seconds, busy = self._seconds(lines, density), self._busy(lines, density)
+        why = (
+            f"a round takes {seconds:.3f} s on the slowest link, {busy:.3f} s of them for its bytes; a step takes "
+            f"{step:.3f} s"
+        )
+        if every < self.auto.every:
+            how = "contradict each other" if self.agreement < 0.5 else "hardly agree"
+            why = (
+                f"the sites {how}, {100 * self.agreement:.0f} % of the signs that two of them sent are the same: "
+                f"rounds twice as often; {why}"
+            )
+        return self._decision(every, density, seconds, step, why)
+
+    def _rung(self, lines: Mapping[str, tuple[float, float]], step: float) -> tuple[int, float]:
+        """The best (every, density) that hides, within what may be reached from the present one in one round."""
+        delay = max(delay for delay, _ in lines.values())
+        least = self._rate(self.now.schedule.every, self.density) / _SLOWER
+        reached = []
+        for every, density in self.auto.ladder(unlike=self.unlike):
+            rate = self._rate(every, density)
+            if rate >= least:
+                reached.append((rate, every, density))
+            share = _HIDDEN if rate <= _SLOWER * least else _EAGER
+            tolerance = _STAY if every == self.now.schedule.every else 1.0
+            if (
+                self._busy(lines, density) <= share * every * step
+                and delay <= tolerance * max(self.auto.reach, every) * step
+            ):
+                break
+        if rate >= least or not reached:
+            return every, density
+        _, every, density = min(reached, key=lambda rung: rung[0])
+        return every, density
+
+    @property
+    def density(self) -> float:
+        """The density of the present schedule."""
+        up = codecs.parse(self.now.schedule.up)
+        inner = up.inner if isinstance(up, ErrorFeedback) else up
+        return inner.fraction if isinstance(inner, TopK) else 1.0
+
+    @staticmethod
+    def _rate(every: int, density: float) -> float:
+        """Bits per element and step."""
+        return sparse_bits(density) / every
+
+    def _decision(self, every: int, density: float, seconds: float, step: float, why: str) -> Decision:
+        most = max(self.auto.reach, every)
+        needed = most if 1.1 * seconds > most * step else math.ceil(1.1 * seconds / step)
+        overlap = max(1, needed) if seconds > 0.02 * step else 0
+        schedule, codec, down = self.now.schedule, self.auto.codec(density), self.auto.codec(self.auto.down(density))
+        if (schedule.every, schedule.up) == (every, codec) and overlap <= schedule.overlap <= overlap + 1:
+            overlap = schedule.overlap  # one step more or less is noise
+        return Decision(SyncSchedule(every, overlap, codec), down, why, self.others is not None and density < 1)
+
+    def _nbytes(self, density: float) -> float:
+        up = sparse_bits(density)
+        relayed = self.others is not None and density < 1
+        down = (self.others or 0) * up if relayed else sparse_bits(self.auto.down(density))
+        return self.numel * (up + down) / 8
+
+    def _busy(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
+        """Seconds for which the bytes of a round fill the slowest link."""
+        return max(slope for _, slope in lines.values()) * self._nbytes(density)
+
+    def _seconds(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
+        """Seconds from a push to its result on the slowest link."""
+        return max(delay + slope * self._nbytes(density) for delay, slope in lines.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """The measurements and the decision in force, for a checkpoint."""
+        schedule = self.now.schedule
+        text = f"{schedule.every}\n{schedule.overlap}\n{schedule.up}\n{self.now.down}\n{self.now.why}"
+        found = {
+            "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
+            "probes": torch.tensor(self.probes),
+            "relayed": torch.tensor(self.now.relayed),
+            "unlike": torch.tensor(self.unlike),
+            "signs": torch.tensor(self.signs, dtype=torch.int64),
+        }
+        for name, seconds in self.steps.items():
+            found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
+        for name, fit in self.links.items():
+            found[f"link.{name}"] = torch.tensor([(fit.delay, fit.slope), *fit.rounds], dtype=torch.float64)
+            found[f"trip.{name}"] = torch.tensor(fit.trip, dtype=torch.float64)
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
+        self.now = Decision(SyncSchedule(int(every), int(overlap), up), down, why, bool(state["relayed"]))
+        self.probes = int(state["probes"])
+        self.unlike = bool(state["unlike"])
+        self.signs = [Signs(int(common), int(same)) for common, same in state["signs"].tolist()]
+        own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
+        self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
+        self.links = {}
+        for name, tensor in state.items():
+            if name.startswith("link."):
+                (delay, slope), *rounds = [(float(x), float(y)) for x, y in tensor]
+                site = name.removeprefix("link.")
+                self.links[site] = LinkFit(rounds, delay, slope, float(state[f"trip.{site}"]))

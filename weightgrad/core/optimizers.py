@@ -1,0 +1,216 @@
+"""The optimizers of a site: torch's own, and LARS, moving one flat vector in place.
+
+Every slot of the layout is a parameter that shares memory with the flat weights, and its gradient is a view of the
+flat gradient. So `optimizer.step()` does exactly what PyTorch does to the module, and the flat vector moves with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weightgrad.core.lars import Lars
+from weightgrad.core.layout import Layout
+from weightgrad.core.vector_checks import require_flat, restored
+from weightgrad.errors import StateError, StrategyError
+
+_SWITCHES = {"nesterov", "amsgrad", "adapt_vectors"}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    make: Callable[..., Optimizer]
+    options: tuple[str, ...]
+    state: tuple[str, ...]  # what it keeps for every parameter after the first step
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_KINDS = {
+    "adadelta": _Kind(torch.optim.Adadelta, ("lr", "rho", "eps", "weight_decay"), ("step", "square_avg", "acc_delta")),
+    "adagrad": _Kind(
+        torch.optim.Adagrad, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"), ("step", "sum")
+    ),
+    "adam": _Kind(torch.optim.Adam, _ADAM, _MOMENTS),
+    "adamw": _Kind(torch.optim.AdamW, _ADAM, _MOMENTS),
+    "lars": _Kind(Lars, ("lr", "momentum", "weight_decay", "trust", "eps", "adapt_vectors"), ("momentum_buffer",)),
+    "sgd": _Kind(torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov"), ("momentum_buffer",)),
+}
+
+OPTIMIZERS: tuple[str, ...] = tuple(_KINDS)
+"""Names that `build` knows."""
+
+
+def build(name: str, parameters: list[nn.Parameter], options: Mapping[str, Any]) -> Optimizer:
+    """Build an optimizer by name.
+
+    Args:
+        name: one of `OPTIMIZERS`.
+        parameters: what it steps.
+        options: torch's options; the others have torch's defaults.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        StrategyError: the name or an option is unknown, or a value is not allowed.
+    """
+    if name not in _KINDS:
+        raise StrategyError(f"no optimizer {name!r}; there are {', '.join(OPTIMIZERS)}")
+    kind = _KINDS[name]
+    for option, value in options.items():
+        if option not in kind.options:
+            raise StrategyError(f"{name}: no option {option!r}; there are {', '.join(kind.options)}")
+        _check_value(name, option, value)
+    given = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    try:
+        return kind.make(parameters, **given)
+    except (TypeError, ValueError) as error:
+        raise StrategyError(f"{name}: {error}") from error
+
+
+def _check_value(name: str, option: str, value: object) -> None:
+    if option in _SWITCHES:
+        good, wanted = isinstance(value, bool), "true or false"
+    elif option == "betas":
+        good = isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_number(one) for one in value)
+        wanted = "two numbers"
+    else:
+        good, wanted = _is_number(value), "a finite number (in YAML write 1.0e-3, not 1e-3)"
+    if not good:
+        raise StrategyError(f"{name}: {option}={value!r} must be {wanted}")
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def parameters_of(layout: Layout, flat: Tensor) -> list[nn.Parameter]:
+    """One parameter for each slot, in the memory of the flat vector: a step moves the vector itself."""
+    require_flat(layout, flat, "flat weights")
+    return [nn.Parameter(view) for view in layout.views(flat.detach())]
+
+
+class WeightUpdater(Protocol):
+    """Moves the master weights by a flat gradient."""
+
+    def move(self, gradient: Tensor, lr: float | None, scale: float) -> None:
+        """Take one optimizer step.
+
+        Args:
+            gradient: the flat gradient.
+            lr: the learning rate; None for the one that the optimizer has.
+            scale: a factor on the learning rate.
+        """
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the optimizer's state for a checkpoint."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        ...
+
+
+class FlatWeightUpdater:
+    """An optimizer built by name on views of the flat weights, whose gradients are views of `gradient`."""
+
+    def __init__(
+        self, layout: Layout, weights: Tensor, gradient: Tensor, name: str, options: Mapping[str, Any]
+    ) -> None:
+        parameters = parameters_of(layout, weights)
+        attach(parameters, layout, gradient)
+        self._optimizer = build(name, parameters, options)
+
+    def move(self, gradient: Tensor, lr: float | None, scale: float) -> None:
+        """Take a step by the gradient that the updater was made with, which must be this one."""
+        del gradient
+        if lr is None:
+            raise StrategyError("an optimizer built by name has no learning rate of its own; pass lr")
+        set_rate(self._optimizer, lr * scale)
+        self._optimizer.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the optimizer's state for a checkpoint."""
+        return state_tensors(self._optimizer)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        load_state_tensors(self._optimizer, tensors)
+
+
+def attach(parameters: Sequence[nn.Parameter], layout: Layout, gradient: Tensor) -> None:
+    """Make every parameter's gradient a view of the flat one; once is enough if the same vector is refilled."""
+    require_flat(layout, gradient, "flat gradient")
+    for parameter, view in zip(parameters, layout.views(gradient), strict=True):
+        parameter.grad = view
+
+
+def set_rate(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next steps; groups of an optimizer from an OptimizerSpec keep their ratios."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("ratio", 1.0)
+
+
+def state_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of an optimizer's state, named `<index of the parameter>.<name>`; learning rates are not part of it.
+
+    Raises:
+        StateError: the state holds something other than tensors.
+    """
+    found = {}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{index}.{name}"] = value.detach().clone()
+            elif value is not None:
+                raise StateError(f"{type(optimizer).__name__} keeps {name}={value!r}, which is not a tensor")
+    return found
+
+
+def load_state_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `state_tensors` returned; no tensors at all are the state before the first step.
+
+    Raises:
+        StateError: the tensors belong to another optimizer or model.
+    """
+    parameters = _parameters(optimizer)
+    if not tensors and not isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state.clear()
+        return
+    if not any(kind.make is type(optimizer) for kind in _KINDS.values()):
+        optimizer.state.clear()
+        for key, tensor in tensors.items():
+            number, name = key.split(".", 1)
+            optimizer.state[parameters[int(number)]][name] = tensor.clone()
+        return
+    names = _state_names(optimizer)
+    present = {}
+    for index, parameter in enumerate(parameters):
+        for name in names:
+            like = torch.zeros((), dtype=torch.float32) if name == "step" else parameter.detach()
+            present[f"{index}.{name}"] = like
+    good = restored(type(optimizer).__name__, present, tensors)
+    optimizer.state.clear()
+    for index, parameter in enumerate(parameters):
+        optimizer.state[parameter] = {name: good[f"{index}.{name}"] for name in names}
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _state_names(optimizer: Optimizer) -> tuple[str, ...]:
+    (kind,) = [kind for kind in _KINDS.values() if kind.make is type(optimizer)]
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
+        return ()
+    extra = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
+    return kind.state + extra

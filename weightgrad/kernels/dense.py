@@ -1,0 +1,73 @@
+"""Dense tensors: casts to float16 and bfloat16 (rounded to nearest even) and back, zeros, low-rank products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weightgrad.kernels import fixed, native, threads
+from weightgrad.kernels.moments import largest_bits
+
+_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}
+
+
+def narrow(x: Tensor, out: Tensor) -> int:
+    """Cast x to the dtype of `out`, into `out`; return the bits of the largest |x|."""
+    lib = native.library_for(x)
+    if lib is None or not lib.wg_isa():  # torch's own casts; a chunk at a time, while it is in the cache
+        top = 0
+        for start in range(0, x.numel(), fixed.CHUNK):
+            piece = x[start : start + fixed.CHUNK]
+            out[start : start + fixed.CHUNK] = piece
+            top = max(top, largest_bits(piece))
+        return top
+
+    def work(start: int, stop: int) -> int:
+        at = out.data_ptr() + start * out.dtype.itemsize
+        return int(lib.wg_narrow(x.data_ptr() + 4 * start, stop - start, _KINDS[out.dtype], at))
+
+    return max(threads.run_split(x.numel(), 16, work))
+
+
+def widen(x: Tensor, out: Tensor, mode: int = fixed.STORE) -> None:
+    """Cast x to float32 and write it to `out`, as `mode` says."""
+    lib = native.library_for(out)
+    if lib is None or not lib.wg_isa():
+        for start in range(0, out.numel(), fixed.CHUNK):
+            piece = slice(start, start + fixed.CHUNK)
+            fixed.put(out[piece], x[piece].to(torch.float32), mode)
+        return
+
+    def work(start: int, stop: int) -> None:
+        at = x.data_ptr() + start * x.dtype.itemsize
+        lib.wg_widen(at, stop - start, _KINDS[x.dtype], mode, out.data_ptr() + 4 * start)
+
+    threads.run_split(out.numel(), 16, work)
+
+
+def clear(out: Tensor) -> None:
+    """Fill `out` with zeros."""
+    lib = native.library_for(out)
+    if lib is None:
+        out.zero_()
+        return
+    threads.run_split(out.numel(), 16, lambda start, stop: lib.wg_clear(out.data_ptr() + 4 * start, stop - start))
+
+
+def lowrank(p: Tensor, q: Tensor, out: Tensor, mode: int = fixed.STORE) -> None:
+    """Write p (rows, rank) @ q (rank, cols) to `out` (rows*cols,), as `mode` says.
+
+    Products are added in the order of the rank, without BLAS, so that every machine gets the same floats.
+    """
+    (rows, rank), cols = p.shape, q.shape[1]
+    lib = native.library_for(out)
+    if lib is not None:
+        lib.wg_lowrank(p.data_ptr(), q.data_ptr(), rows, cols, rank, mode, out.data_ptr())
+        return
+    step = max(1, fixed.CHUNK // cols)
+    for start in range(0, rows, step):
+        some = p[start : start + step]
+        total = some[:, :1] * q[:1]
+        for k in range(1, rank):
+            total += some[:, k : k + 1] * q[k : k + 1]
+        fixed.put(out[start * cols : (start + some.shape[0]) * cols], total.view(-1), mode)

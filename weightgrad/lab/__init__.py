@@ -1,0 +1,1 @@
+"""The laboratory around the library: simulator, emulator, recipes, data, models, reports."""

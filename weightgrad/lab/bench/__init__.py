@@ -1,0 +1,1 @@
+"""Measurements of codecs and machines."""

@@ -1,0 +1,1 @@
+"""The laboratory's commands: one file a command, no logic."""

@@ -1,0 +1,89 @@
+"""`weightgrad serve`: the global server."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightgrad import units
+from weightgrad.core.guard import Guard
+from weightgrad.errors import StrategyError
+from weightgrad.event_log import EventLog
+from weightgrad.lab.cli import recipe_argument
+from weightgrad.lab.run import deployment
+from weightgrad.runtime import health
+from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.security.tls_check import is_loopback
+from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.transport.grpc_server import GrpcServer
+from weightgrad.runtime.transport.grpc_sessions import TransportLimits
+
+
+def serve(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe file, or the name of one in recipes/: its sites and strategy.")
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; may be repeated.")
+    ] = None,
+    credentials: Annotated[
+        Path | None, typer.Option(help="Directory of the server's certificates (`weightgrad certs init`).")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Directory of the checkpoints; a server that starts again continues from there.")
+    ] = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT for the sites.")] = "0.0.0.0:7443",
+    metrics: Annotated[str, typer.Option(help="HOST:PORT for /metrics and /healthz; no TLS, keep it local.")] = (
+        "127.0.0.1:7444"
+    ),
+    out: Annotated[Path | None, typer.Option(help="Where to write events.jsonl and the final global model.")] = None,
+    until_finished: Annotated[bool, typer.Option(help="End when every site has finished.")] = False,
+    insecure: Annotated[bool, typer.Option(help="No certificates and no encryption; on this machine only.")] = False,
+    max_message: Annotated[
+        str, typer.Option(help="The longest message of a site; must exceed the size of the model.")
+    ] = "1 GB",
+    refuse_norm: Annotated[
+        float, typer.Option(help="Refuse updates this many times larger than the last ones of the site; 0: never.")
+    ] = 20.0,
+) -> None:
+    """Run the global server for the sites of a recipe: aggregate their updates and send them the results."""
+    chosen = recipe_argument.load(recipe, settings)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+    if insecure and not is_loopback(listen):
+        raise StrategyError(f"--insecure is for this machine only, not for {listen}; use --listen 127.0.0.1:PORT")
+    if credentials is None and not insecure:
+        raise StrategyError("serve needs --credentials DIR (make them with `weightgrad certs init`), or --insecure")
+    if insecure:
+        logging.warning("INSECURE: no certificates, no encryption. Anybody on this machine can join.")
+    found = Credentials.load(credentials, server=True) if credentials is not None and not insecure else None
+    events = None
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        events = EventLog(out / "events.jsonl", append=True)
+    options = ServeOptions(
+        state=state,
+        out=out,
+        until_finished=until_finished,
+        guard=Guard(factor=refuse_norm) if refuse_norm > 0 else None,
+    )
+    transport = GrpcServer(
+        listen,
+        credentials=found.for_server() if found is not None else None,
+        limits=TransportLimits.for_messages_of(units.size(max_message)),
+    )
+    logging.info("listening on %s", listen)
+    server = GlobalServer(deployment.run_config(chosen), options, transport, found, events)
+    page = health.serve(metrics, server.metrics, server.status)
+    logging.info("metrics and health on port %d", page.port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    try:
+        server.run()
+    finally:
+        page.stop()
+        if events is not None:
+            events.close()

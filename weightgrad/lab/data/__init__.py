@@ -1,0 +1,1 @@
+"""Data sets: downloaded, loaded, augmented, and divided among the workers."""

@@ -1,0 +1,1 @@
+"""Recipes: one YAML file that says everything a run depends on."""

@@ -1,0 +1,269 @@
+"""A recipe in the simulator: what `weightgrad simulate` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from weightgrad import wire
+from weightgrad.codecs import Codec
+from weightgrad.core import strategies
+from weightgrad.core.strategies import Strategy
+from weightgrad.errors import StrategyError, WeightGradError
+from weightgrad.event_log import EventLog
+from weightgrad.lab.recipes.expansion import Site
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.recipes.schema import Decay
+from weightgrad.lab.run.task import Training
+from weightgrad.lab.sim.compute import Compute, Straggler
+from weightgrad.lab.sim.links import Link
+from weightgrad.lab.sim.local_network import LocalNetwork
+from weightgrad.lab.sim.plan import Fault, SimulationPlan, SiteSpec
+from weightgrad.lab.sim.simulator import Progress, Simulator
+from weightgrad.lab.sim.task import Task
+
+__all__ = ["Progress", "chosen_strategy", "fitted_strategy", "simulate", "simulation_plan"]
+
+
+def chosen_strategy(recipe: Recipe) -> Strategy:
+    """The recipe's strategy with its overrides.
+
+    Raises:
+        RecipeError: The strategy is wrong; the error names the line of the recipe.
+    """
+    choice = recipe.strategy
+    try:
+        return strategies.find(choice.name, choice.overrides)
+    except StrategyError as error:
+        wrong = next((key for key, value in choice.overrides.items() if _is_wrong_alone(choice.name, key, value)), None)
+        raise recipe.error(("strategy",) if wrong is None else ("strategy", wrong), str(error)) from None
+
+
+def _is_wrong_alone(name: str, key: str, value: object) -> bool:
+    """Whether this override is wrong by itself, not only together with the others."""
+    try:
+        strategies.find(name)
+        strategies.find(name, {key: value})
+    except StrategyError:
+        return name in strategies.PRESETS
+    return False
+
+
+def rate_of(recipe: Recipe) -> Callable[[int], float]:
+    """The learning rate as a function of the step, counted from 0."""
+    training = recipe.training
+    peak, warmup, schedule = training.optimizer.lr, training.warmup, training.schedule
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        if schedule == "cosine":
+            share = (step - warmup) / max(1, training.steps - warmup)
+            return peak * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+        if isinstance(schedule, Decay):
+            return float(peak * schedule.decay ** sum(step >= at for at in schedule.at))
+        return peak
+
+    return rate
+
+
+def fitted_strategy(recipe: Recipe, numel: int) -> Strategy:
+    """The recipe's strategy, with the overlap that hides a round behind compute if the strategy asks for it (`hide`).
+
+    Args:
+        recipe: Its links and compute times decide the overlap.
+        numel: Number of parameters of the model.
+    """
+    strategy = chosen_strategy(recipe)
+    if not strategy.hide:
+        return strategy
+    noise = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    bits = 8.0 * sum(_frame_bytes(strategy.wan_codec(way), noise) for way in ("up", "down"))
+    links = [x for x in recipe.link_list if recipe.server.name in x.between]
+    longest = max((2 * x.delay_seconds + bits / x.least_bit_s for x in links), default=0.0)
+    steps = [site.compute.seconds_per_step for site in recipe.site_list]
+    shortest = min((float(seconds) for seconds in steps if seconds != "calibrate"), default=math.inf)
+    needed = math.ceil(longest / shortest) if shortest > 0 else strategy.hide
+    return dataclasses.replace(strategy, overlap=max(1, min(needed, strategy.hide)))
+
+
+def _frame_bytes(codec: Codec, like: Tensor) -> int:
+    payload, _ = codec.encode(like, codec.init(like), 0)
+    return wire.frame_bytes(payload)
+
+
+def simulation_plan(recipe: Recipe, task: Task) -> SimulationPlan:
+    """The recipe as a plan for the simulator."""
+    strategy = fitted_strategy(recipe, task.layout.numel)
+    sites = []
+    for site in recipe.site_list:
+        lan = LocalNetwork(site.lan.bandwidth_bit_s, site.lan.delay_seconds)
+        sites.append(SiteSpec(site.name, site.workers, lan, compute_of(site, task)))
+    links = tuple(
+        Link(x.between, x.bandwidth_bit_s, x.delay_seconds, x.loss, x.trace, x.back_bit_s) for x in recipe.link_list
+    )
+    faults = tuple(
+        Fault(f.at_seconds, f.what, f.where, f.for_seconds, f.factor or 0.0, f.period_seconds or 1.0)
+        for f in recipe.fault_list
+    )
+    training = recipe.training
+    return SimulationPlan(
+        server=recipe.server.name,
+        server_bit_s=recipe.server.bandwidth_bit_s,
+        sites=tuple(sites),
+        links=links,
+        strategy=strategy,
+        steps=training.steps,
+        optimizer=(training.optimizer.name, optimizer_options(training.optimizer)),
+        rate=rate_of(recipe),
+        seed=recipe.seed,
+        evaluate_every=training.evaluate_every,
+        ema=training.ema,
+        clip_norm=training.clip_norm,
+        codec_speed=recipe.compute.codec_speed,
+        step_overhead=recipe.compute.step_overhead_seconds,
+        message_overhead=recipe.compute.message_overhead_seconds,
+        faults=faults,
+        absent=recipe.absent_at_start,
+    )
+
+
+def compute_of(site: Site, task: Task) -> Compute:
+    """The compute times of a site's workers."""
+    seconds = site.compute.seconds_per_step
+    if seconds == "calibrate":
+        seconds = _calibrated(task)
+    slow = tuple(Straggler(s.factor, s.site, s.worker, s.probability) for s in site.compute.stragglers)
+    return Compute(float(seconds), site.compute.jitter, slow)
+
+
+def optimizer_options(optimizer: Any) -> dict[str, Any]:
+    """The options of an optimizer as keyword arguments; only those that it has."""
+    found = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if optimizer.name in ("sgd", "lars"):
+        found["momentum"] = optimizer.momentum
+    if optimizer.name == "sgd":
+        found["nesterov"] = optimizer.nesterov
+    if optimizer.betas is not None:
+        found["betas"] = optimizer.betas
+    if optimizer.eps is not None:
+        found["eps"] = optimizer.eps
+    return found
+
+
+def _calibrated(task: Task) -> float:
+    """Seconds of one worker's pass on this machine: the best of five. With it, a run depends on the machine."""
+    weights = task.initial()
+    best = math.inf
+    for step in range(5):
+        began = time.perf_counter()
+        next(task.gradients(0, weights, step))
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def simulate(recipe: Recipe, out: Path, *, watch: Callable[[Progress], None] | None = None) -> dict[str, Any]:
+    """Simulate a recipe.
+
+    Args:
+        recipe: What is trained, and where.
+        out: The directory to write: event log, global model and summary, also if the run is interrupted.
+        watch: Called with the progress.
+
+    Returns:
+        The summary.
+
+    Raises:
+        WeightGradError: The loss is not finite before the first evaluation.
+    """
+    torch.set_num_threads(1)  # the same sums as in a worker process, and faster with small batches
+    chosen_strategy(recipe)  # report its mistakes first: loading data may take a while
+    task = Training(recipe)
+    plan = simulation_plan(recipe, task)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").unlink(missing_ok=True)
+    (out / "recipe.yaml").write_text(recipe.to_yaml())
+    began = time.monotonic()
+    with EventLog(out / "events.jsonl", replace=True) as events:
+        events.write(
+            "run",
+            0.0,
+            name=recipe.name,
+            strategy=plan.strategy.name,
+            parts=plan.strategy.to_dict(),
+            seed=recipe.seed,
+            steps=plan.steps,
+            parameters=task.layout.numel,
+            sites=[site.name for site in plan.sites],
+            workers=recipe.workers,
+            recipe=recipe.dump(),
+        )
+        simulator = Simulator(plan, task, events, watch)
+        try:
+            simulator.run()
+        finally:
+            summary = _summary(simulator, recipe)
+            _save(simulator, out)
+            _write(out / "summary.json", summary)
+            _write(out / "wall.json", _wall(time.monotonic() - began))
+    if summary["status"] == "diverged" and simulator.last is None:
+        raise WeightGradError(
+            f"{recipe.name}: the loss is not finite before the first evaluation; lower training.optimizer.lr"
+        )
+    return summary
+
+
+def _summary(simulator: Simulator, recipe: Recipe) -> dict[str, Any]:
+    last, now = simulator.last, simulator.clock.now
+    total = now * len(simulator.sites)
+    return {
+        "name": recipe.name,
+        "strategy": simulator.plan.strategy.name,
+        "seed": recipe.seed,
+        "status": simulator.status,
+        "steps": simulator.server.global_model.step,
+        "accuracy": last.accuracy if last else None,
+        "global_model_accuracy": last.global_model if last else None,
+        "quantized_accuracy": last.quantized if last else None,
+        "ema_accuracy": last.ema if last else None,
+        "loss": last.loss if last else None,
+        "virtual_seconds": now,
+        "wan_bytes": simulator.wan_bytes,
+        "lan_bytes": simulator.lan_bytes,
+        "waiting_share": sum(s.times.waiting for s in simulator.sites) / total if total else 0.0,
+        "rounds": simulator.rounds,
+        "parameters": simulator.task.layout.numel,
+    }
+
+
+def _save(simulator: Simulator, out: Path) -> None:
+    layout = simulator.task.layout
+    tensors = {slot.name: slot.of(simulator.server.global_model.vector).clone() for slot in layout.slots}
+    quantized = simulator.evaluator.quantized_model() if simulator.status == "finished" else None
+    if quantized is not None:
+        tensors |= {f"quantized.{slot.name}": slot.of(quantized).clone() for slot in layout.slots}
+    save_file(tensors, str(out / "model.safetensors"))
+
+
+def _wall(seconds: float) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "wall_seconds": round(seconds, 3),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+    }
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")

@@ -1,0 +1,370 @@
+"""The simulator: sites, links, server and faults on one virtual clock, recorded in an event log.
+
+The plan and its seed decide everything: the same plan gives the same bytes of event log. Gradients, codecs,
+aggregation and both state machines are the real ones; only durations are modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weightgrad.codecs import cost as codec_cost
+from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.random_streams import RunStream
+from weightgrad.core.result_log import MemoryResultLog
+from weightgrad.core.server_state import ClosedRound, Outbox, ServerState
+from weightgrad.errors import NonFiniteError, RangeError
+from weightgrad.event_log import EventLog
+from weightgrad.kernels.noise import derive
+from weightgrad.lab.sim.conservation import ConservationAudit
+from weightgrad.lab.sim.evaluation import Evaluation, Evaluator
+from weightgrad.lab.sim.faults import schedule_faults
+from weightgrad.lab.sim.links import Links
+from weightgrad.lab.sim.network import Clock, SimulatedNetwork
+from weightgrad.lab.sim.plan import SimulationPlan
+from weightgrad.lab.sim.site import SimSite, make
+from weightgrad.lab.sim.task import Task
+from weightgrad.wire.messages import Join, Leave, Message, Push, nbytes, numel
+
+_LOG_BYTES = 2**26  # of round results; in a deployment the server keeps them on disk
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is; times are virtual, bytes are totals of all links."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy: float | None
+    virtual_seconds: float
+    wan_bytes: int
+    lan_bytes: int
+
+
+class Simulator:
+    """One simulated run.
+
+    Args:
+        plan: Sites, links, faults, strategy and training.
+        task: What is trained.
+        events: The event log to write.
+        watch: Called with the progress after steps of the first site and after evaluations.
+        audit: Follows every update, if given.
+    """
+
+    def __init__(
+        self,
+        plan: SimulationPlan,
+        task: Task,
+        events: EventLog,
+        watch: Callable[[Progress], None] | None = None,
+        audit: ConservationAudit | None = None,
+    ) -> None:
+        self.plan, self.task, self.events, self._audit = plan, task, events, audit
+        self.clock = Clock()
+        self.network = SimulatedNetwork(self.clock, Links(plan.server, list(plan.links), plan.server_bit_s))
+        self._watch = watch
+        self._initial = task.initial()
+        self._optimizer = (plan.optimizer[0], plan.strategy.optimizer_with(plan.optimizer[1]))
+        log = MemoryResultLog(max(_LOG_BYTES, 4 * task.layout.numel), kept=True) if plan.faults else None
+        key = derive(plan.seed, RunStream.GLOBAL_SERVER)
+        self.server = ServerState(self._global_model(), plan.strategy.for_server(), key, log=log)
+        if self.server.controller is not None:
+            up = plan.strategy.wan_codec("up")
+            self.server.controller.codec_bytes_s = codec_cost.round_trip_bytes_s(up, plan.codec_speed)
+        self.server_alive = True
+        self.sites = [make(n, spec, plan, task, self._global_model) for n, spec in enumerate(plan.sites)]
+        self.by_name = {s.place.name: s for s in self.sites}
+        for name, site in self.by_name.items():
+            site.state.step_timer.trip = 2 * self.network.links.delay(name)
+        self.rounds = 0
+        self.status = "finished"
+        self.last: Evaluation | None = None
+        self.evaluator = Evaluator(plan, task, self.server.global_model, self.sites[0].local)
+        self._next_evaluation = plan.evaluate_every
+        self._wake = math.inf
+        self._decoded: dict[str, float] = {}  # by site: when the server has decoded its last message
+        self._loss = math.nan
+        self._checkpoint: dict[str, Tensor] | None = None
+        self._keeps_checkpoints = any(f.what == "kill" and plan.server in f.where for f in plan.faults)
+
+    def _global_model(self) -> GlobalModel:
+        shares = self.plan.strategy.shares == "gradients"
+        return GlobalModel(
+            self.task.layout, self._initial, optimizer=self._optimizer if shares else None, rate=self.plan.rate
+        )
+
+    # -- the run ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run until every site has finished. An interrupt (Ctrl-C) leaves a readable event log."""
+        for site in self.sites:
+            if site.place.name in self.plan.absent:
+                site.alive = False
+            else:
+                self.server.members.join(site.place.name)
+                self._send_all(site, site.state.join())
+        if self._keeps_checkpoints:
+            self._checkpoint = self.server.checkpoint()
+        schedule_faults(self)
+        try:
+            while not self._over():
+                if not self.clock.step():
+                    self.status = "interrupted"  # nothing is left to do: the server or a link is down for good
+                    break
+        except (NonFiniteError, RangeError):
+            self.status = "diverged"
+        except BaseException as error:
+            self.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            raise
+        finally:
+            self._write_end()
+
+    def _over(self) -> bool:
+        """Every site has finished and has the last global model, and no fault that moves a site is still to come."""
+        there = (s for s in self.sites if s.alive and not s.left)
+        last = self.server.global_model.version
+        return all(s.state.finished and s.state.global_model.version == last for s in there) and not any(
+            self.clock.now < fault.at + (fault.seconds or 0)
+            for fault in self.plan.faults
+            if fault.what in ("kill", "join", "leave")
+        )
+
+    # -- the steps of a site ------------------------------------------------------------------
+
+    def continue_site(self, site: SimSite) -> None:
+        """Let a site go on that is between two steps, or that waits and has received a message."""
+        if not site.alive or site.left or site.open_step is not None or not self.is_member(site):
+            return
+        site.applied += site.state.apply_results()
+        now = self.clock.now
+        if site.state.finished:
+            site.applied.clear()
+            self._stop_waiting(site)
+            if site.leaving:
+                site.left = True
+                self._send_all(site, [Leave(site=site.place.name)])
+            return
+        if site.state.blocked(now) is not None:
+            if site.waiting_since is None:
+                site.waiting_since = now
+            return
+        self._stop_waiting(site)
+        if site.state.step >= self.plan.steps or site.leaving:
+            self._send_all(site, site.state.finish(now))
+            site.waiting_since = now
+            return
+        site.open_step = site.compute() if self._audit is None else self._audit.compute(site)
+        self._complete_later(site)
+
+    def start_site(self, site: SimSite) -> None:
+        """Start a site, or restart it with the state that it had after its last complete step."""
+        if site.alive:
+            return  # it was killed twice and is already back
+        site.alive = True
+        self._send_all(site, site.state.join())
+        if site.open_step is not None:
+            self._complete_later(site)  # it repeats the step in which it died
+
+    def is_member(self, site: SimSite) -> bool:
+        """Whether the server knows the site: it was there at the start, or has joined."""
+        return site.place.name in self.server.members.by_name
+
+    def _stop_waiting(self, site: SimSite) -> None:
+        if site.waiting_since is not None:
+            site.times.waiting += self.clock.now - site.waiting_since
+            site.waiting_since = None
+
+    def _complete_later(self, site: SimSite) -> None:
+        assert site.open_step is not None
+        life = site.life
+        self.clock.after(site.open_step.seconds, lambda: self._complete(site, life))
+
+    def _complete(self, site: SimSite, life: int) -> None:
+        if site.life != life or site.open_step is None:
+            return
+        done, site.open_step = site.open_step, None
+        now = self.clock.now
+        if done.gradient is not None:
+            site.state.rate = self.plan.rate(site.state.step)  # sent along with shared gradients, as in a deployment
+        messages = site.state.after_step(now, done.gradient)
+        if site.state.residual_removed:
+            site.applied += [message for message in messages if isinstance(message, Push)]
+        self._loss = done.loss
+        self.events.write("step", now, site=site.place.name, step=site.state.step, loss=done.loss)
+        if not math.isfinite(done.loss):
+            raise NonFiniteError(f"the loss of site {site.place.name} is {done.loss} at step {site.state.step}")
+        if site.state.step % self.task.epoch_steps == 0:
+            site.state.new_epoch(self.plan.rate(site.state.step - 1))
+        self._send_all(site, messages)
+        if site.number == 0:
+            self._report(None)
+        self.continue_site(site)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _send_all(self, site: SimSite, messages: list[Message]) -> None:
+        for message in messages:
+            coding = self.plan.message_overhead
+            if isinstance(message, Push) and self._audit is not None:
+                self._audit.record_push(message)
+            if isinstance(message, Push) and message.segments:
+                coding += codec_cost.encode_seconds(site.state.up, numel(message.segments), self.plan.codec_speed)
+                site.times.codec += coding
+            life = site.life
+
+            def send(message: Message = message, life: int = life) -> None:
+                if site.life == life and site.alive:
+                    self.network.send(
+                        site.place.name, self.plan.server, nbytes(message), lambda: self._at_server(message)
+                    )
+
+            site.encoded = max(self.clock.now, site.encoded) + coding
+            self.clock.at(site.encoded, send) if site.encoded > self.clock.now else send()
+
+    def _at_server(self, message: Message) -> None:
+        if not self.server_alive:
+            return
+        decoding = self.plan.message_overhead
+        if isinstance(message, Push) and message.segments:
+            up = self.by_name[message.site].state.up
+            decoding += codec_cost.decode_seconds(up, numel(message.segments), self.plan.codec_speed)
+        assert isinstance(message, Push | Join | Leave)
+        # In order: an empty push must not overtake the push before it.
+        free = max(self.clock.now, self._decoded.get(message.site, 0.0)) + decoding
+        self._decoded[message.site] = free
+        self.clock.at(free, lambda: self._server_receives(message))
+
+    def _server_receives(self, message: Message) -> None:
+        if self.server_alive:
+            self._carry_out(self.server.receive(message, self.clock.now))
+
+    def _carry_out(self, out: Outbox) -> None:
+        """Record what happened at the server, and send its messages."""
+        for closed in out.closed:
+            self._closed(closed)
+        for name in out.lost:
+            self.events.write("fault", self.clock.now, what="lost", where=[name])
+        coding = self.plan.message_overhead
+        if out.closed:
+            down = self.server.down
+            sent = sum(numel(closed.result.segments) for closed in out.closed)
+            coding += codec_cost.encode_seconds(down, sent, self.plan.codec_speed)
+        for name, message in out.messages:
+            self.clock.after(coding, lambda name=name, message=message: self._from_server(name, message))  # type: ignore[misc]
+        wake = self.server.next_wake()
+        if wake is not None and wake != self._wake:
+            self._wake = wake
+            self.clock.at(wake, lambda: self._wake_server(wake))
+
+    def _wake_server(self, wake: float) -> None:
+        if self.server_alive and self._wake == wake:
+            self._wake = math.inf
+            self._carry_out(self.server.wake(self.clock.now))
+
+    def _from_server(self, name: str, message: Message) -> None:
+        site = self.by_name[name]
+        if self.server_alive and site.alive:
+            self.network.send(self.plan.server, name, nbytes(message), lambda: self._arrived_at_site(site, message))
+
+    def _arrived_at_site(self, site: SimSite, message: Message) -> None:
+        if self.plan.message_overhead:
+            self.clock.after(self.plan.message_overhead, lambda: self._at_site(site, message))
+        else:
+            self._at_site(site, message)
+
+    def _at_site(self, site: SimSite, message: Message) -> None:
+        if site.alive and not site.left:
+            self._send_all(site, site.state.receive(message, self.clock.now))
+            self.continue_site(site)
+
+    # -- the event log -------------------------------------------------------------
+
+    def _closed(self, closed: ClosedRound) -> None:
+        self.rounds += 1
+        if self._audit is not None:
+            self._audit.record_round(closed)
+        result = closed.result
+        self.events.write("round", self.clock.now, **closed.to_dict())
+        if closed.decision is not None:
+            self.events.write("schedule", self.clock.now, version=result.version, **closed.decision.to_dict())
+        if self._keeps_checkpoints:
+            self._checkpoint = self.server.checkpoint()
+        self.evaluator.update_average()
+        if result.step >= self._next_evaluation:
+            self._next_evaluation = (result.step // self.plan.evaluate_every + 1) * self.plan.evaluate_every
+            self.evaluate()
+
+    def restore_server(self) -> None:
+        """Restart the server from its last checkpoint."""
+        assert self._checkpoint is not None
+        self._wake = math.inf
+        self._carry_out(self.server.restore(self._checkpoint))
+        for site in self.sites:
+            if site.alive and not self.is_member(site):
+                self._send_all(site, site.state.join())  # it asked to join while the server was down
+
+    @property
+    def wan_bytes(self) -> int:
+        """Bytes over all WAN links, both directions."""
+        return self.network.wan_bytes
+
+    @property
+    def lan_bytes(self) -> int:
+        """Bytes inside all sites."""
+        return sum(s.times.lan_bytes for s in self.sites)
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the server's global model; this takes no virtual time."""
+        found = self.evaluator.evaluate()
+        self.last = found
+        self.events.write(
+            "evaluate",
+            self.clock.now,
+            step=self.server.global_model.step,
+            version=self.server.global_model.version,
+            accuracy=found.accuracy,
+            loss=found.loss,
+            global_model_accuracy=found.global_model,
+            quantized_accuracy=found.quantized,
+            ema_accuracy=found.ema,
+            wan_bytes=self.wan_bytes,
+            lan_bytes=self.lan_bytes,
+        )
+        self._report(found.accuracy)
+        return found
+
+    def _report(self, accuracy: float | None) -> None:
+        if self._watch is not None:
+            step = min((s.state.step for s in self.sites if s.alive and not s.left), default=self.plan.steps)
+            if accuracy is None and self.last is not None:
+                accuracy = self.last.accuracy
+            self._watch(
+                Progress(step, self.plan.steps, self._loss, accuracy, self.clock.now, self.wan_bytes, self.lan_bytes)
+            )
+
+    def _write_end(self) -> None:
+        if self.status == "finished":
+            self.evaluate()
+        now = self.clock.now
+        for link, both in zip(self.network.links.links, self.network.links.bytes, strict=True):
+            self.events.write("link", now, between=list(link.between), bytes=list(both))
+        for site in self.sites:
+            times = site.times
+            self.events.write(
+                "site",
+                now,
+                site=site.place.name,
+                steps=site.state.step,
+                compute_seconds=times.compute,
+                codec_seconds=times.codec,
+                lan_seconds=times.lan,
+                waiting_seconds=times.waiting,
+                lan_bytes=times.lan_bytes,
+            )
+        self.events.write("end", now, status=self.status)

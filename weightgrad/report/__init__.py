@@ -1,1 +1,0 @@
-"""Measurements into tables and pages."""

@@ -1,0 +1,93 @@
+"""The user's optimizer as the other replicas know it.
+
+Where sites share gradients, every replica of the global model takes the optimizer step itself. So a site announces its
+optimizer when it joins; afterwards only the learning rate may change, which goes with every push.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.strategies import Strategy
+from weightgrad.errors import StrategyError
+
+log = logging.getLogger("weightgrad")
+
+
+class AnnouncedOptimizer:
+    """An optimizer of `torch.optim` and what the global server was told about it."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self._announced: list[dict[str, Any]] = []  # options of each group; rates as shares of the first group's
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def spec(self, strategy: Strategy | None) -> OptimizerSpec | None:
+        """What to announce; None where nobody else needs it.
+
+        Args:
+            strategy: The strategy of the run; None if it is not known yet. Then an optimizer that cannot be announced
+                is no mistake: the server's strategy may not need it.
+
+        Raises:
+            StrategyError: The strategy shares gradients, and other replicas cannot have this optimizer.
+        """
+        if strategy is not None and strategy.shares != "gradients":
+            return None
+        try:
+            return OptimizerSpec.of(self._optimizer, self._parameters)
+        except StrategyError:
+            if strategy is None:
+                return None
+            raise
+
+    def adapt(self, strategy: Strategy, *, say: bool) -> None:
+        """Change the options that a strategy overrides, and remember the rest as announced.
+
+        DGC and momentum correction have the momentum inside what is sent: the optimizer must not add it again.
+
+        Args:
+            strategy: The strategy of the run.
+            say: Whether to log each change.
+        """
+        for group in self._optimizer.param_groups:
+            for name, value in strategy.optimizer_with(group).items():
+                if name != "params" and name in self._optimizer.defaults and group[name] != value:
+                    if say:
+                        log.warning(
+                            "%s: %s of the optimizer is now %s (was %s)", strategy.name, name, value, group[name]
+                        )
+                    group[name] = value
+        self._announced = self._options() if strategy.shares == "gradients" else []
+
+    def _options(self) -> list[dict[str, Any]]:
+        known = self._optimizer.defaults
+        options = [{k: v for k, v in group.items() if k in known} for group in self._optimizer.param_groups]
+        return [{**group, "lr": float(group["lr"]) / self.rate if self.rate else 1.0} for group in options]
+
+    def check(self) -> None:
+        """Compare the optimizer with what was announced.
+
+        Raises:
+            StrategyError: Something other than the common learning rate has changed.
+        """
+        for announced, group in zip(self._announced, self._optimizer.param_groups, strict=False):
+            for name, value in announced.items():
+                wanted = value * self.rate if name == "lr" else value
+                if group[name] != wanted and not (name == "lr" and math.isclose(group[name], wanted, rel_tol=1e-6)):
+                    raise StrategyError(
+                        f"{name} of the optimizer has become {group[name]} where the other sites have {wanted}: with "
+                        "shared gradients only the rate may change, of all groups alike (OneCycleLR: "
+                        "cycle_momentum=False). Or take a strategy that shares updates, such as weightgrad or diloco"
+                    )

@@ -1,0 +1,224 @@
+"""The ranks of a site and how they talk: torch.distributed, with NCCL for tensors on GPUs and Gloo for the rest.
+
+What holds for `SiteGroup.mean`: on the CPU, vectors are summed in the order of the ranks, so a site gives the same bits
+every time, and the same as the simulator. On a GPU it is NCCL's all-reduce, which sums in an order of its own: the
+ranks of a site agree on the bits, but another run may differ in the last of them. Gradients, encoded or not, are CPU
+vectors wherever the model is, so only buffers on a GPU (statistics of batch norm) are averaged in NCCL's order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weightgrad.errors import StrategyError
+
+_THREAD_NAME = "pt_gloo_runloop"
+_TASKS = Path("/proc/self/task")  # only Linux has it; elsewhere no thread is found and nothing is waited for
+_LOOK_S = 0.02  # between two looks; a thread that waits for the interpreter wakes every 5 ms to ask for it again
+_AT_MOST_S = 5.0
+
+
+class SiteGroup:
+    """This process among the ranks of its site; alone if it was not started by torchrun.
+
+    Args:
+        group: The ranks of the site; None takes the default group, and makes one under torchrun if there is none.
+        timeout: Seconds after which a collective of a group made here fails.
+
+    Raises:
+        StrategyError: The group cannot carry CPU tensors, which encoded gradients are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 1800.0) -> None:
+        ours = group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+        if ours:
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            _init_process_group(backend, timedelta(seconds=timeout))
+        self._here = dist.is_available() and dist.is_initialized()
+        if self._here:
+            atexit.register(_end_process_group, ours)
+        self._group = group
+        self.rank: int = dist.get_rank(group) if self._here else 0
+        self.size: int = dist.get_world_size(group) if self._here else 1
+        self.sent_bytes = 0
+        """Bytes that this rank has sent to other ranks."""
+        if self._here and self.size > 1 and not _speaks_cpu(group):
+            raise StrategyError(
+                "the process group cannot carry CPU tensors, which encoded gradients are; "
+                'initialise it with backend "cpu:gloo,cuda:nccl", or let weightgrad.join do it'
+            )
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the local server, the one that speaks with the global server."""
+        return self.rank == 0
+
+    @property
+    def idle_core(self) -> bool:
+        """Whether every rank on this machine has one core more than it computes on."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cores >= ranks * (torch.get_num_threads() + 1)
+
+    def mean(self, flat: Tensor) -> Tensor:
+        """The mean of all ranks' float32 vectors, as a new tensor.
+
+        Args:
+            flat: This rank's vector; all ranks have vectors of the same length.
+
+        Returns:
+            The same bits on every rank. On the CPU they are those of a sum in the order of the ranks; on a GPU the
+            order is NCCL's.
+        """
+        if self.size == 1:
+            return flat.clone()
+        if flat.is_cuda:
+            total = flat.clone()
+            dist.all_reduce(total, group=self._group)
+            self.sent_bytes += 2 * (self.size - 1) * flat.numel() * 4 // self.size
+            return total.div_(self.size)
+        cuts = [rank * flat.numel() // self.size for rank in range(self.size + 1)]
+        sizes = [stop - start for start, stop in pairwise(cuts)]
+        own = sizes[self.rank]
+        received = torch.empty(own * self.size)
+        self._all_to_all(received, flat, [own] * self.size, sizes)
+        total = received[:own]
+        for rank in range(1, self.size):
+            total += received[rank * own : (rank + 1) * own]
+        total /= self.size
+        out = torch.empty_like(flat)
+        self._all_to_all(out, total.repeat(self.size), sizes, [own] * self.size)
+        return out
+
+    def exchange(self, blob: Tensor) -> list[Tensor]:
+        """Every rank's bytes, in the order of the ranks. Their lengths may differ."""
+        if self.size == 1:
+            return [blob]
+        return self.deal([blob] * self.size)
+
+    def deal(self, blobs: list[Tensor]) -> list[Tensor]:
+        """Send blob i to rank i; returns what the ranks sent to this one, in their order."""
+        if self.size == 1:
+            return blobs
+        mine = torch.tensor([blob.numel() for blob in blobs])
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self._group)
+        counts = theirs.tolist()
+        out = torch.empty(sum(counts), dtype=torch.uint8)
+        self._all_to_all(out, torch.cat(blobs), counts, mine.tolist())
+        return list(out.split(counts))
+
+    def from_first(self, tensor: Tensor) -> None:
+        """Broadcast rank 0's values into the tensor of every rank."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+            self.sent_bytes += tensor.numel() * tensor.element_size() if self.first else 0
+
+    def number_from_first(self, number: int) -> int:
+        """Broadcast an integer of rank 0."""
+        if self.size == 1:
+            return number
+        box = torch.tensor([number])
+        dist.broadcast(box, group=self._group, group_src=0)
+        return int(box)
+
+    def bytes_from_first(self, data: bytes) -> bytes:
+        """Broadcast bytes of rank 0."""
+        if self.size == 1:
+            return data
+        box = torch.empty(self.number_from_first(len(data)), dtype=torch.uint8)
+        if self.first and data:
+            box.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.from_first(box)
+        return bytes(box.numpy())
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            self.exchange(torch.zeros(0, dtype=torch.uint8))
+
+    def _all_to_all(self, out: Tensor, given: Tensor, incoming: list[int], outgoing: list[int]) -> None:
+        """Post all receives before any send, which Gloo's own all-to-all does not do.
+
+        Gloo's request to a peer waits behind what it is sending to that peer, so a late request makes the two
+        directions of a connection take turns.
+        """
+        coming, going = out.split(incoming), given.contiguous().split(outgoing)
+        coming[self.rank].copy_(going[self.rank])
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        work = [dist.irecv(coming[one], group=self._group, group_src=one) for one in others if incoming[one]]
+        work += [dist.isend(going[one], group=self._group, group_dst=one) for one in others if outgoing[one]]
+        for one in work:
+            one.wait()  # type: ignore[union-attr]
+        self.sent_bytes += (given.numel() - outgoing[self.rank]) * given.element_size()
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    """Make the default group. Under torchrun its store has a name for each restart, so that no two restarts meet."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    restart = f"weightgrad/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    shared = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(restart, shared)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _end_process_group(ours: bool) -> None:
+    """At exit: a process that ends while Gloo's threads run may abort, and torchrun would start it again."""
+    if ours and dist.is_initialized():
+        dist.destroy_process_group()
+    wait_for_gloo_threads()
+
+
+def _speaks_cpu(group: dist.ProcessGroup | None) -> bool:
+    config = str(dist.get_backend_config(group))
+    return "cpu" in config or "gloo" in config
+
+
+def wait_for_gloo_threads() -> bool:
+    """Wait until Gloo's threads are at rest, so that it is safe to end the interpreter.
+
+    A thread that has run a collective still has to release its tensors, for which it needs the interpreter. If it asks
+    while the interpreter is ending, the process aborts (SIGABRT, "terminate called without an active exception";
+    pytorch issue 190489). Destroying the groups joins the threads only if nobody else holds a group: FSDP and device
+    meshes do, and so does a script with a model in a global variable. So this waits until every thread sleeps and has
+    slept since the last look.
+
+    Returns:
+        False if a thread did not come to rest within a few seconds.
+    """
+    before, end = dict(_gloo_threads()), time.monotonic() + _AT_MOST_S
+    while before:
+        time.sleep(_LOOK_S)  # a thread that waits for the interpreter gets it here
+        now = dict(_gloo_threads())
+        if now == before and all(asleep for asleep, _ in now.values()):
+            return True
+        if time.monotonic() > end:
+            return False
+        before = now
+    return True
+
+
+def _gloo_threads() -> Iterator[tuple[str, tuple[bool, tuple[str, ...]]]]:
+    """For each thread its id, whether it sleeps, and how often it was put to sleep or woken."""
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+        try:
+            facts = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+        except OSError:  # it has just ended
+            continue
+        if facts["Name"] == _THREAD_NAME:
+            switches = (facts["voluntary_ctxt_switches"], facts["nonvoluntary_ctxt_switches"])
+            yield task.name, (facts["State"].startswith("S"), switches)

@@ -1,0 +1,101 @@
+"""One log line now and then that says how a site is doing, in the words of the global server's log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightgrad.units import show_bytes
+from weightgrad.wire.sync_schedule import SyncSchedule
+
+log = logging.getLogger("weightgrad")
+
+EVERY_S = 10.0
+
+
+class Traffic(Protocol):
+    """What a connection has counted so far."""
+
+    @property
+    def up_bytes(self) -> int:
+        """Bytes of the messages to the global server."""
+
+    @property
+    def down_bytes(self) -> int:
+        """Bytes of the messages from the global server."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds the site has waited for the global server."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The counters at a moment."""
+
+    at: float
+    step: int
+    up_bytes: int
+    down_bytes: int
+    waited: float
+
+
+class ProgressLog:
+    """Logs a line at most every `EVERY_S` seconds and at most once a step; rank 0 has one.
+
+    Args:
+        site: The name of the site.
+        traffic: The counters of its connection.
+        step: The steps done before the first line.
+        clock: Seconds; for tests.
+    """
+
+    def __init__(self, site: str, traffic: Traffic, step: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._site, self._traffic, self._clock = site, traffic, clock
+        self._last = self._mark(step)
+
+    def _mark(self, step: int) -> _Mark:
+        traffic = self._traffic
+        return _Mark(self._clock(), step, traffic.up_bytes, traffic.down_bytes, traffic.waited)
+
+    def after_step(self, step: int, schedule: SyncSchedule | None) -> None:
+        """Log a line if it is time for one.
+
+        Args:
+            step: The steps done.
+            schedule: The present sync schedule, where `auto` decides it.
+        """
+        if self._clock() - self._last.at < EVERY_S:
+            return
+        last, self._last = self._last, self._mark(step)
+        now = self._last
+        seconds = now.at - last.at
+        log.info(
+            "%s: step %d, %.3g steps/s; %s up, %s down, %.0f %% of the time waiting%s",
+            self._site,
+            step,
+            (step - last.step) / seconds,
+            show_bytes(now.up_bytes - last.up_bytes),
+            show_bytes(now.down_bytes - last.down_bytes),
+            100 * (now.waited - last.waited) / seconds,
+            "" if schedule is None else f"; {describe(schedule)}",
+        )
+
+
+def describe(schedule: SyncSchedule) -> str:
+    """A sync schedule in the words of the global server's log."""
+    return f"a round every {schedule.every} steps, its result {schedule.overlap} steps later, {schedule.up} up"
+
+
+def show_by_default() -> None:
+    """Make the lines of the logger "weightgrad" visible on stderr, unless the user has set up logging."""
+    if log.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)

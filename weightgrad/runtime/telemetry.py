@@ -1,0 +1,211 @@
+"""What the global server and the sites report: log lines, metrics and event logs, in the same words.
+
+what happens                           logged by the server        logged by the site
+a site joins, or joins again           "SITE joins ..."            "SITE: connected to the global server"
+a site leaves in order                 "SITE leaves",              -
+                                       "SITE: disconnected"
+the connection is lost                 "SITE: connection lost"     "SITE: connection to the global server lost"
+the server ends a session              "SITE: session ended by the global server: WHY"     the same
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from weightgrad.core.server_state import ClosedRound
+from weightgrad.core.site_state import SiteState
+from weightgrad.event_log import EventLog, read
+from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
+from weightgrad.runtime.transport.transport import LinkEvent
+from weightgrad.units import show_bytes
+from weightgrad.wire.messages import Join, Push
+
+server_log = logging.getLogger("weightgrad.serve")
+site_log = logging.getLogger("weightgrad")
+
+
+class Telemetry:
+    """What a global server reports."""
+
+    def __init__(self, events: EventLog | None, metrics: ServerMetrics) -> None:
+        self._events, self.metrics = events, metrics
+        self._began = time.monotonic()
+        self._opened: dict[int, float] = {}  # when the first push of an open round came
+
+    @property
+    def now(self) -> float:
+        """Seconds since the server was started."""
+        return time.monotonic() - self._began
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Write a line into the event log, if there is one."""
+        if self._events is not None:
+            self._events.write(kind, self.now, **fields)
+
+    def received(self, site: str, size: int) -> None:
+        """Count a message from a site."""
+        self.metrics.up_bytes_total.labels(site=site).inc(size)
+
+    def sent(self, site: str, size: int) -> None:
+        """Count a message to a site."""
+        self.metrics.down_bytes_total.labels(site=site).inc(size)
+
+    def pushed(self, push: Push, version: int) -> None:
+        """Note a push that came while the global model had this version."""
+        self.metrics.updates_total.labels(site=push.site).inc()
+        self.metrics.site_step.labels(site=push.site).set(push.step)
+        self.metrics.site_staleness_versions.labels(site=push.site).set(version - push.seen)
+        self.metrics.site_up.labels(site=push.site).set(1)
+        self._opened.setdefault(push.round, self.now)
+
+    def joined(self, join: Join) -> None:
+        """Note that a site has joined, for the first time or again."""
+        codec = f", and downloads the global model in {join.download_codec}" if join.download_codec is not None else ""
+        server_log.info("%s joins with global model version %d%s", join.site, join.version, codec)
+        self.metrics.site_up.labels(site=join.site).set(1)
+        self.write("site_joined", site=join.site, version=join.version)
+
+    def leaves(self, site: str) -> None:
+        """Note that a site has finished."""
+        server_log.info("%s leaves", site)
+
+    def disconnected(self, site: str, *, left: bool) -> None:
+        """Note that a site is not connected; `left` if it closed the connection in order."""
+        if left:
+            server_log.info("%s: disconnected", site)
+        else:
+            server_log.warning("%s: connection lost", site)
+        self.metrics.site_up.labels(site=site).set(0)
+
+    def held_back(self, site: str) -> None:
+        """Note that the other sites wait for a late one."""
+        server_log.warning("%s is late: the other sites wait for it", site)
+
+    def round_is_late(self, number: int, missing: list[str]) -> None:
+        """Note that a round takes much longer than the rounds before."""
+        server_log.warning("round %d waits for %s", number, ", ".join(missing))
+
+    def lost(self, site: str) -> None:
+        """Note that rounds continue without a site."""
+        server_log.warning("%s has sent nothing for too long: rounds continue without it", site)
+        self.write("fault", what="lost", where=[site])
+
+    def closed(self, closed: ClosedRound) -> None:
+        """Note that a round has closed."""
+        result, now = closed.result, self.now
+        seconds = now - self._opened.pop(result.round, now)
+        self.metrics.rounds_total.inc()
+        self.metrics.round_seconds.observe(seconds)
+        self.metrics.global_model_version.set(result.version)
+        self.metrics.global_model_step.set(result.step)
+        server_log.info(
+            "round %d: step %d, %s; %s up, %s down each, %.2f s; global model %s",
+            result.round,
+            result.step,
+            ", ".join(closed.senders),
+            show_bytes(closed.up_bytes),
+            show_bytes(closed.down_bytes),
+            seconds,
+            closed.digest,
+        )
+        self.write("round", **closed.to_dict())
+        if closed.decision is not None:
+            schedule = closed.decision.schedule
+            server_log.info(
+                "from version %d on: a round every %d steps, its result %d steps later, %s up and %s down: %s",
+                result.version,
+                schedule.every,
+                schedule.overlap,
+                schedule.up,
+                closed.decision.to_dict()["down"],
+                closed.decision.why,
+            )
+            self.write("schedule", version=result.version, **closed.decision.to_dict())
+
+    def write_missing_rounds(self, rounds: list[dict[str, Any]]) -> None:
+        """Write the rounds of a checkpoint that a server, killed right after it, could not write into the event log."""
+        if self._events is None or not rounds:
+            return
+        written = {entry["version"] for entry in read(self._events.path) if entry["kind"] == "round"}
+        for line in rounds:
+            if line["version"] not in written:
+                self.write("round", **line)
+
+    def refused_update(self, site: str, why: str) -> None:
+        """Note that a message of a site was refused."""
+        server_log.error("an update of %s was refused: %s", site, why)
+        self.metrics.refused_updates_total.labels(site=site).inc()
+        self.write("refused", site=site, why=why)
+
+    def refused_connection(self, reason: str) -> None:
+        """Note that a connection was refused, for one of a few fixed reasons."""
+        server_log.warning("a connection was refused: %s", reason)
+        self.metrics.refused_connections_total.labels(reason=reason).inc()
+
+
+class SiteTelemetry:
+    """What the local server of a site reports about its connection to the global server.
+
+    Attributes:
+        connected: whether messages flow.
+        refused: why the global server has ended the session; None if it has not.
+    """
+
+    def __init__(self, site: str, events: EventLog | None) -> None:
+        self.metrics, self._events = SiteMetrics(site), events
+        self._site, self._began = site, time.monotonic()
+        self.connected = False
+        self.refused: str | None = None
+
+    @property
+    def now(self) -> float:
+        """Seconds since this site came."""
+        return time.monotonic() - self._began
+
+    def sent(self, size: int, push: Push | None) -> None:
+        """Count a message; a push also gets a line in the event log."""
+        self.metrics.traffic(sent=size)
+        if push is not None and self._events is not None:
+            self._events.write("push", self.now, round=push.round, step=push.step, bytes=size)
+
+    def received(self, size: int) -> None:
+        """Count a message."""
+        self.metrics.traffic(received=size)
+
+    def waited_for_server(self, step: int, seconds: float, why: str) -> None:
+        """Count a wait of the training loop."""
+        self.metrics.waited(seconds)
+        if self._events is not None:
+            self._events.write("wait", self.now, step=step, seconds=round(seconds, 6), why=why)
+
+    def link_event(self, event: LinkEvent, why: str) -> None:
+        """Report what has happened to the connection."""
+        self.connected = event is LinkEvent.CONNECTED
+        self.metrics.set_connected(self.connected)
+        if event is LinkEvent.CONNECTED:
+            site_log.info("%s: connected to the global server", self._site)
+        elif event is LinkEvent.LOST:
+            site_log.warning("%s: connection to the global server lost; reconnecting", self._site)
+        elif event is LinkEvent.REFUSED:
+            self.refused = why
+            site_log.error("%s: session ended by the global server: %s", self._site, why)
+        else:
+            site_log.warning("%s: the global server does not know this session (%s); joining again", self._site, why)
+
+    def downloaded(self, version: int, *, exact: bool) -> None:
+        """Report that the whole global model has come."""
+        kind = "exact" if exact else "approximate; the exact one follows"
+        site_log.info("%s: received the whole global model, version %d, %s", self._site, version, kind)
+
+    def status(self, state: SiteState | None) -> dict[str, object]:
+        """What /healthz of a site shows; unhealthy once the global server has refused it."""
+        return {
+            "healthy": self.refused is None,
+            "site": self._site,
+            "connected": self.connected,
+            "step": None if state is None else state.step,
+            "version": None if state is None else state.global_model.version,
+            "refused": self.refused,
+        }

@@ -1,0 +1,1 @@
+"""The transport between sites and the global server: whole messages, each once and in order."""

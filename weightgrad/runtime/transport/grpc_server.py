@@ -1,0 +1,332 @@
+"""The server of the gRPC transport.
+
+    Enter   unary            a site asks to enter; the reply carries its session, or the status says why not
+    Stream  both ways        records of `records.py`, on several streams of one session at a time
+
+A site has one session; a successful Enter replaces the session before, whose queues are dropped. If the replaced
+process still runs somewhere, it is refused from then on: the site was started twice.
+
+Every call and every session has a thread of its own; all of them are daemons.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from weightgrad.errors import LinkError, ProtocolError, RefusedError, StrategyError, WeightGradError
+from weightgrad.runtime.security.tls_check import is_loopback
+from weightgrad.runtime.transport.grpc_sessions import (
+    KnownSite,
+    Session,
+    SessionEnd,
+    TransportLimits,
+    read_entry_request,
+)
+from weightgrad.runtime.transport.grpc_settings import MAX_STREAMS, SESSION_KEY, STREAM_KEY, make_server
+from weightgrad.runtime.transport.message_stream import Stream
+from weightgrad.runtime.transport.receive_queue import BufferPool
+from weightgrad.runtime.transport.socket_bytes import SocketBytes, endpoint
+from weightgrad.runtime.transport.transport import (
+    Application,
+    Data,
+    EntryRequest,
+    ServerTransport,
+    SessionStatus,
+    Traffic,
+)
+
+log = logging.getLogger("weightgrad.serve")
+
+_REMEMBERED_ENDS = 256
+_TICK_S = 0.25
+
+
+class GrpcServer(ServerTransport):
+    """The global server's gRPC port. It listens from its construction on and answers after `start`.
+
+    Args:
+        listen: HOST:PORT; for port 0 the system chooses a port.
+        credentials: the server's certificates; None listens without TLS, which only a loopback address may.
+        limits: what is accepted from one site, and timeouts.
+
+    Attributes:
+        port: the port it listens on.
+
+    Raises:
+        StrategyError: no credentials, and `listen` can be reached from other machines.
+        LinkError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self, listen: str, *, credentials: grpc.ServerCredentials | None, limits: TransportLimits | None = None
+    ) -> None:
+        if credentials is None and not is_loopback(listen):
+            raise StrategyError(
+                f"a server without certificates is for this machine only, not for {listen}; listen on 127.0.0.1:PORT"
+            )
+        self.limits = limits or TransportLimits()
+        self._buffers = BufferPool(keep_bytes=self.limits.keep_bytes)
+        self._lock = threading.Lock()
+        self._entering = threading.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._sent_while_entering: dict[str, list[Data]] = {}  # by sites whose Enter is being answered
+        self._ended: OrderedDict[str, SessionEnd] = OrderedDict()  # by the session's id
+        self._sites: dict[str, KnownSite] = {}
+        self._stopping = threading.Event()
+        self._watch = threading.Thread(target=self._watch_sessions, name="sessions-watch", daemon=True)
+        handlers = {
+            "Enter": grpc.unary_unary_rpc_method_handler(self._handle_enter),
+            "Stream": grpc.stream_stream_rpc_method_handler(self._handle_stream),
+        }
+        self._server, self.port = make_server(listen, credentials, self.limits.keepalive, handlers)
+        self._endpoints: dict[str, str] = {}  # the site at each peer's endpoint
+        self._sockets = SocketBytes(self.port, side="server", owner=lambda peer: self._endpoints.get(peer))
+
+    def start(self, application: Application) -> None:
+        """See `ServerTransport.start`."""
+        self._application = application
+        self._server.start()
+        self._watch.start()
+
+    def send(self, site: str, data: Data) -> bool:
+        """See `ServerTransport.send`."""
+        with self._lock:
+            if site in self._sent_while_entering:
+                self._sent_while_entering[site].append(data)
+                return True
+            session = self._sessions.get(site)
+            if session is None:
+                return False
+            session.messages.put(data)
+            return True
+
+    def sessions(self) -> dict[str, SessionStatus]:
+        """See `ServerTransport.sessions`."""
+        with self._lock:
+            found = list(self._sessions.items())
+        return {
+            site: SessionStatus(s.incarnation, len(s.messages.streams), s.messages.outgoing.unacknowledged_bytes)
+            for site, s in found
+        }
+
+    def traffic_of(self, site: str) -> Traffic:
+        """See `ServerTransport.traffic_of`."""
+        with self._lock:
+            known_site = self._sites.get(site)
+        return replace(known_site.traffic) if known_site else Traffic()
+
+    def socket_bytes(self) -> dict[str, Traffic]:
+        """See `ServerTransport.socket_bytes`."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        self._endpoints = {
+            _endpoint_of(entry.peer_address): session.site for session in sessions for entry in session.entries()
+        }
+        return self._sockets.sample() or {}
+
+    def drop(self, site: str, why: str) -> None:
+        """See `ServerTransport.drop`."""
+        with self._lock:
+            session = self._sessions.get(site)
+        if session:
+            self._end(session, SessionEnd(grpc.StatusCode.PERMISSION_DENIED, why))
+
+    def stop(self, grace: float) -> None:
+        """See `ServerTransport.stop`."""
+        until = time.monotonic() + grace
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.messages.outgoing.wait_empty(max(0.0, until - time.monotonic()))
+        self._stopping.set()
+        for session in sessions:
+            session.end(SessionEnd(grpc.StatusCode.UNAVAILABLE, "the global server is stopping"))
+        # The statuses must leave before the connections are closed.
+        self._server.stop(0.5).wait(5.0)
+        if self._watch.is_alive():
+            self._watch.join(5.0)
+
+    # -- Enter ------------------------------------------------------------------------------
+
+    def _handle_enter(self, request: bytes, context: Any) -> bytes:
+        try:
+            entry = self._read_entry_request(request, context)
+            self._application.check_peer(entry)
+            result, session = self._admit(entry)
+        except WeightGradError as error:
+            log.info("%s was not admitted: %s", context.peer(), error)
+            SessionEnd.of(error).abort(context)
+        except Exception as error:
+            log.exception("admitting %s failed", context.peer())
+            SessionEnd(grpc.StatusCode.INTERNAL, f"the global server failed ({error!r}); see its log").abort(context)
+        context.send_initial_metadata(((SESSION_KEY, session.id),))
+        return result
+
+    def _read_entry_request(self, request: bytes, context: Any) -> EntryRequest:
+        try:
+            return read_entry_request(request, context)
+        except WeightGradError:
+            self._application.on_refused("another protocol")
+            raise
+
+    def _admit(self, entry: EntryRequest) -> tuple[bytes, Session]:
+        site = entry.site
+        with self._lock:
+            known_site = self._sites.get(site) or KnownSite(self.limits)
+            if entry.incarnation in known_site.replaced:
+                self._application.on_refused("started twice")
+                raise RefusedError(f"another process has entered as {site} since this one; is the site started twice?")
+            if site in self._sent_while_entering:
+                raise LinkError(f"{site} is entering already; try again")
+            self._sent_while_entering[site] = []
+        new: Session | None = None
+        with known_site.callback_lock:
+            try:
+                with self._entering:
+                    result = self._application.enter(entry)
+                new = Session(entry, known_site, self.limits, self._buffers)
+            finally:
+                self._install(site, known_site, new)
+        threading.Thread(target=self._deliver, args=(new,), name=f"session-{site}", daemon=True).start()
+        return result, new
+
+    def _install(self, site: str, known_site: KnownSite, new: Session | None) -> None:
+        with self._lock:
+            old = self._sessions.get(site)
+            if new:
+                self._sites[site], self._sessions[site] = known_site, new
+            for data in self._sent_while_entering.pop(site):
+                if receiver := new or old:
+                    receiver.messages.put(data)
+        if new and old:
+            if old.incarnation != new.incarnation:
+                known_site.replaced.append(old.incarnation)
+            self._end(old, SessionEnd(grpc.StatusCode.NOT_FOUND, f"{site} has entered again"))
+
+    # -- Stream -----------------------------------------------------------------------------
+
+    def _handle_stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        try:
+            session, stream = self._open_stream(context)
+        except WeightGradError as error:
+            SessionEnd.of(error).abort(context)
+        if not context.add_callback(stream.close):
+            stream.close()
+        threading.Thread(target=self._read, args=(session, stream, requests), name="stream", daemon=True).start()
+        yield from stream.records()
+        if session.ended and session.ended.code is not grpc.StatusCode.OK:
+            session.ended.abort(context)
+
+    def _open_stream(self, context: Any) -> tuple[Session, Stream]:
+        metadata = dict(context.invocation_metadata())
+        entry = self._read_entry_request(b"", context)
+        self._application.check_peer(entry)
+        number, key = metadata.get(STREAM_KEY, ""), metadata.get(SESSION_KEY, "")
+        if not (number.isdecimal() and len(number) < 4 and int(number) < MAX_STREAMS):
+            raise ProtocolError(f"stream number {number!r}; it must be 0 to {MAX_STREAMS - 1}")
+        with self._lock:
+            session = self._sessions.get(entry.site)
+            ended = self._ended.get(key)
+        if session is None or session.id != key or session.incarnation != entry.incarnation:
+            unknown = SessionEnd(grpc.StatusCode.NOT_FOUND, "the global server does not know this session")
+            (ended or unknown).abort(context)
+        return session, session.open_stream(int(number), entry)
+
+    def _read(self, session: Session, stream: Stream, requests: Iterator[bytes]) -> None:
+        try:
+            for record in requests:
+                stream.handle_record(record)
+                if session.messages.peer_left:
+                    self._end(session, SessionEnd(grpc.StatusCode.OK, "goodbye"), drop=False)
+        except grpc.RpcError:
+            pass  # the stream broke, which `close` takes care of
+        except RefusedError as error:
+            self._end(session, SessionEnd(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)))
+        except WeightGradError as error:
+            self._end(session, SessionEnd.of(error))
+        finally:
+            stream.close()
+
+    # -- the application --------------------------------------------------------------------
+
+    def _deliver(self, session: Session) -> None:
+        while (message := session.messages.get(None)) is not None:
+            with session.known_site.callback_lock:
+                if session.dropped:
+                    break
+                try:
+                    self._application.on_message(session.site, message)
+                except WeightGradError as error:
+                    self._end(session, SessionEnd.of(error))
+                except Exception as error:
+                    log.exception("taking a message of %s failed", session.site)
+                    why = f"the global server failed ({error!r}); see its log"
+                    self._end(session, SessionEnd(grpc.StatusCode.INTERNAL, why))
+            del message  # so that its memory can be used again during the wait
+        self._report_lost(session)
+
+    def _report_lost(self, session: Session, *, wait: bool = True) -> None:
+        if not session.known_site.callback_lock.acquire(blocking=wait):
+            return
+        try:
+            with self._lock:
+                current = self._sessions.get(session.site, session)
+            if current is session and not session.loss_reported and not self._stopping.is_set():
+                session.loss_reported = True
+                left = session.ended is not None and session.ended.code is grpc.StatusCode.OK
+                self._application.on_lost(session.site, left)
+        except Exception:
+            log.exception("reporting that %s is lost failed", session.site)
+        finally:
+            session.known_site.callback_lock.release()
+
+    def _end(self, session: Session, end: SessionEnd, *, drop: bool = True) -> None:
+        if end.code not in (grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND):
+            log.warning("%s: session ended by the global server: %s", session.site, end.why)
+        with self._lock:
+            if self._sessions.get(session.site) is session:
+                del self._sessions[session.site]
+            if end.code is not grpc.StatusCode.OK:
+                self._ended.setdefault(session.id, end)
+            if len(self._ended) > _REMEMBERED_ENDS:
+                self._ended.popitem(last=False)
+        session.end(end, drop=drop)
+
+    def _watch_sessions(self) -> None:
+        checked = time.monotonic()
+        while not self._stopping.wait(_TICK_S):
+            now = time.monotonic()
+            with self._lock:
+                sessions = list(self._sessions.values())
+            for session in sessions:
+                if session.messages.streams:
+                    session.loss_reported = False
+                elif now - session.messages.without_stream_since >= self.limits.lost_after_s:
+                    self._report_lost(session, wait=False)
+            if now - checked >= self.limits.recheck_s:
+                checked = now
+                for session in sessions:
+                    self._check_again(session)
+
+    def _check_again(self, session: Session) -> None:
+        try:
+            for entry in session.entries():
+                self._application.check_peer(entry)
+        except WeightGradError as error:
+            self._end(session, SessionEnd.of(error))
+        except Exception:
+            log.exception("checking %s again failed", session.site)
+
+
+def _endpoint_of(peer_address: str) -> str:
+    """The endpoint in gRPC's notation of a peer, such as ipv4:10.0.0.1:50123 or ipv6:[::1]:50123."""
+    host, _, port = peer_address.partition(":")[2].rpartition(":")
+    return endpoint(host.strip("[]"), int(port)) if port.isdecimal() else peer_address

@@ -1,1 +1,0 @@
-"""Models and data small enough to train while you watch."""

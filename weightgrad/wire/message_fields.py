@@ -1,0 +1,53 @@
+"""The fields that follow a message's header: their layout, and the checks that writer and reader share."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from weightgrad.errors import ProtocolError
+
+RATE_FIELD = struct.Struct("<d")
+REPORT_FIELD = struct.Struct("<dIdd")
+SCHEDULE_FIELD = struct.Struct("<IIB")
+START_FIELD = struct.Struct("<Q")
+INCLUDED_FIELD = struct.Struct("<IB3s")  # round, name_len, reserved
+RELAYED_FIELD = struct.Struct("<IIdBB2s")  # round, segments, weight, name_len, left out, reserved
+
+
+def checked_rate(rate: float) -> float:
+    """The learning rate, or ProtocolError if it is negative or not finite."""
+    if not 0 <= rate < math.inf:
+        raise ProtocolError(f"a learning rate of {rate}; it must be finite and not negative; its sender is wrong")
+    return rate
+
+
+def check_relayed(site: str, round_: int, weight: float, last: tuple[str, int]) -> tuple[str, int]:
+    """Check a relayed push against the one before it.
+
+    Args:
+        site: the site that pushed.
+        round_: the round of the push.
+        weight: its weight in the mean.
+        last: the (site, round) of the relayed push before it.
+
+    Returns:
+        (site, round_), to check the next one against.
+
+    Raises:
+        ProtocolError: the weight is negative or not finite, or the pushes are not sorted.
+    """
+    if not 0 <= weight < math.inf:
+        raise ProtocolError(f"{site!r}'s push weighs {weight}; it must be finite and not negative; its sender is wrong")
+    if (site, round_) <= last:
+        raise ProtocolError(
+            f"the push of {site!r} for round {round_} after that of {last[0]!r} for round {last[1]}; "
+            "relayed pushes are sorted by site and round"
+        )
+    return site, round_
+
+
+def check_segment_order(start: int, end: int) -> None:
+    """Raise ProtocolError for a segment that starts before `end`, where the one before it ended."""
+    if start < end:
+        raise ProtocolError(f"a segment starts at {start}, before {end}, where the last one ended; they come in order")

@@ -1,0 +1,281 @@
+"""Parsing a message as if a stranger had sent it: nothing is allocated for a count or length that was not checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weightgrad import wire
+from weightgrad.codecs import Payload
+from weightgrad.errors import ProtocolError, ReservedError, SizeLimitError, SpecError, TruncatedError
+from weightgrad.wire import encoded_snapshot, message_header, snapshot_bytes
+from weightgrad.wire.message_fields import (
+    INCLUDED_FIELD,
+    RATE_FIELD,
+    RELAYED_FIELD,
+    REPORT_FIELD,
+    SCHEDULE_FIELD,
+    START_FIELD,
+    check_relayed,
+    check_segment_order,
+    checked_rate,
+)
+from weightgrad.wire.message_header import (
+    DOWNLOAD_CODEC,
+    ENCODED,
+    FINAL,
+    MAX_NAME_BYTES,
+    RATE,
+    REPORT,
+    SCHEDULE,
+    SNAPSHOT,
+    Header,
+)
+from weightgrad.wire.messages import (
+    HEADER_BYTES,
+    LENGTH_BYTES,
+    RATE_BYTES,
+    START_BYTES,
+    InitModel,
+    Join,
+    JoinReply,
+    Leave,
+    Message,
+    Push,
+    RelayedPush,
+    RoundRequest,
+    RoundResult,
+    Segment,
+    ServerRestarted,
+)
+from weightgrad.wire.sync_schedule import Report, SyncSchedule
+
+_LEAST_INCLUDED_BYTES = INCLUDED_FIELD.size + 1
+_LEAST_SEGMENT_BYTES = START_BYTES + 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLimits:
+    """What a reader accepts from a stranger.
+
+    Attributes:
+        max_bytes: the size of a whole message.
+        max_segments: segments of a message (summed over the results of a JoinReply), results of a JoinReply, and
+            tensors of a snapshot.
+        max_elements: where the last segment may end. A receiver that will decode sets it to the length of its
+            vector, because kernels do not check where that ends.
+        max_sites: the pushes that one round result names.
+    """
+
+    max_bytes: int = 2**32
+    max_segments: int = 2**16
+    max_elements: int = 2**32
+    max_sites: int = 2**12
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            # bool is an int in Python, and True as a limit is a misplaced flag.
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
+                raise SpecError(f"MessageLimits.{name} is {value!r}; it must be an int from 1 to 2**63 - 1")
+
+
+class MessageReader:
+    """Reads a message from front to back."""
+
+    def __init__(self, view: memoryview, limits: MessageLimits) -> None:
+        self._rest = view
+        self._limits = limits
+        self._frame_limits = wire.Limits(max_elements=limits.max_elements, max_body_bytes=limits.max_bytes)
+        self._segments_left = limits.max_segments
+
+    @property
+    def left(self) -> int:
+        """Bytes that have not been read."""
+        return len(self._rest)
+
+    def message(self) -> Message:
+        """The message that starts what is left."""
+        head = self._head()
+        if head.kind is RoundRequest:
+            return RoundRequest(round=head.numbers[0])
+        if head.kind is ServerRestarted:
+            return ServerRestarted()
+        if head.kind is RoundResult:
+            return self._result(head)
+        if head.kind is JoinReply:
+            return self._reply(head)
+        site = self._name(head.name_bytes)
+        if head.kind is Join:
+            return Join(site=site, version=head.numbers[0] - 1, download_codec=self._download_codec(head))
+        if head.kind is Leave:
+            return Leave(site=site)
+        if head.kind is InitModel:
+            return InitModel(site=site, snapshot=self._snapshot())
+        round_, after, step, seen, samples = head.numbers
+        rate, report = self._rate(head), self._report(head)
+        return Push(
+            site=site,
+            round=round_,
+            after=after,
+            step=step,
+            seen=seen,
+            samples=samples,
+            segments=self._segments(head.size),
+            final=bool(head.flags & FINAL),
+            rate=rate,
+            report=report,
+        )
+
+    def _result(self, head: Header) -> RoundResult:
+        version, round_, step, sites, relayed = head.numbers
+        rate, schedule, included = self._rate(head), self._schedule(head), self._included(sites)
+        return RoundResult(
+            version=version,
+            round=round_,
+            step=step,
+            segments=self._segments(head.size),
+            included=included,
+            rate=rate,
+            schedule=schedule,
+            relayed=self._relayed(relayed),
+        )
+
+    def _relayed(self, count: int) -> tuple[RelayedPush, ...]:
+        self._claim("relayed pushes", count, self._limits.max_sites, RELAYED_FIELD.size + 1)
+        found: list[RelayedPush] = []
+        last = ("", 0)
+        for _ in range(count):
+            fields = RELAYED_FIELD.unpack(self._take(RELAYED_FIELD.size, "relayed push"))
+            round_, size, weight, name_bytes, left_out, reserved = fields
+            if left_out > 1 or any(reserved) or (left_out and size):
+                raise ReservedError(
+                    f"a relayed push with left out = {left_out}, {size} segments and reserved bytes "
+                    f"{reserved.hex(' ')}; wanted 0 or 1, no segments with 1, and zeros; its writer is wrong"
+                )
+            site = self._name(name_bytes)
+            last = check_relayed(site, round_, weight, last)
+            segments = None if left_out else self._segments(size)
+            found.append(RelayedPush(site=site, round=round_, weight=weight, segments=segments))
+        return tuple(found)
+
+    def _reply(self, head: Header) -> JoinReply:
+        version, round_, step, included, pushed = head.numbers
+        schedule = self._schedule(head)
+        self._claim("round results", head.size, self._limits.max_segments, HEADER_BYTES)
+        results = []
+        for _ in range(head.size):
+            inner = self._head()
+            if inner.kind is not RoundResult:
+                raise ProtocolError(f"a {inner.kind.__name__} inside a JoinReply, which holds round results only")
+            results.append(self._result(inner))
+        encoded = self._encoded() if head.flags & ENCODED else {}
+        snapshot = self._snapshot() if head.flags & SNAPSHOT else None
+        return JoinReply(
+            version=version,
+            round=round_,
+            step=step,
+            included=included,
+            results=tuple(results),
+            snapshot=snapshot,
+            pushed=pushed,
+            schedule=schedule,
+            encoded=encoded,
+        )
+
+    def _encoded(self) -> dict[str, Payload]:
+        limit = self._limits.max_segments
+        found, size = encoded_snapshot.parse(self._rest, limits=self._frame_limits, max_tensors=limit)
+        self._take(size, "encoded global model")
+        return found
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        blob = self._take(self.left, "snapshot")
+        return snapshot_bytes.parse(blob, max_bytes=self._limits.max_bytes, max_tensors=self._limits.max_segments)
+
+    def _take(self, size: int, what: str) -> memoryview:
+        if size > self.left:
+            raise TruncatedError(f"{what}: {self.left} bytes came of {size}; the message was cut short; send it again")
+        front, self._rest = self._rest[:size], self._rest[size:]
+        return front
+
+    def _claim(self, what: str, count: int, limit: int, least: int) -> None:
+        """Refuse a count beyond the limit, or one for which there are too few bytes."""
+        if count > limit:
+            raise SizeLimitError(f"{count} {what}; the reader's limit is {limit}; raise it if you trust the sender")
+        if count * least > self.left:
+            raise TruncatedError(f"{count} {what} take {count * least} bytes or more; {self.left} came; send it again")
+
+    def _head(self) -> Header:
+        head = message_header.parse(self._rest)
+        self._take(HEADER_BYTES, "header")
+        return head
+
+    def _name(self, size: int) -> str:
+        if size > MAX_NAME_BYTES:
+            raise SizeLimitError(f"a site name of {size} bytes; a message holds 1 to {MAX_NAME_BYTES}")
+        raw = bytes(self._take(size, "site name"))
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"site name {raw.hex(' ')} is not UTF-8; its writer is wrong") from error
+        if not name:
+            raise ProtocolError("a site without a name; its writer is wrong")
+        return name
+
+    def _rate(self, head: Header) -> float | None:
+        if not head.flags & RATE:
+            return None
+        (rate,) = RATE_FIELD.unpack(self._take(RATE_BYTES, "rate"))
+        return checked_rate(rate)
+
+    def _report(self, head: Header) -> Report | None:
+        if not head.flags & REPORT:
+            return None
+        step_seconds, round_, round_seconds, trip_seconds = REPORT_FIELD.unpack(self._take(REPORT_FIELD.size, "report"))
+        return Report(step_seconds, round_, round_seconds, trip_seconds)
+
+    def _schedule(self, head: Header) -> SyncSchedule | None:
+        if not head.flags & SCHEDULE:
+            return None
+        every, overlap, length = SCHEDULE_FIELD.unpack(self._take(SCHEDULE_FIELD.size, "sync schedule"))
+        text = bytes(self._take(length, "codec of a sync schedule")).decode("latin-1")
+        return SyncSchedule(every=every, overlap=overlap, up=text)
+
+    def _download_codec(self, head: Header) -> str | None:
+        if not head.flags & DOWNLOAD_CODEC:
+            return None
+        (length,) = self._take(LENGTH_BYTES, "length of a codec")
+        return bytes(self._take(length, "codec of a download")).decode("latin-1")
+
+    def _included(self, sites: int) -> dict[str, int]:
+        self._claim("included sites", sites, self._limits.max_sites, _LEAST_INCLUDED_BYTES)
+        included: dict[str, int] = {}
+        last = ""
+        for _ in range(sites):
+            round_, name_bytes, reserved = INCLUDED_FIELD.unpack(self._take(INCLUDED_FIELD.size, "included site"))
+            if any(reserved):
+                raise ReservedError(f"included site: came {reserved.hex(' ')}; wanted zeros; its writer is wrong")
+            site = self._name(name_bytes)
+            if site <= last:
+                raise ProtocolError(f"site {site!r} after {last!r}; included sites are sorted and each comes once")
+            included[site], last = round_, site
+        return included
+
+    def _segments(self, count: int) -> tuple[Segment, ...]:
+        self._claim("segments", count, self._segments_left, _LEAST_SEGMENT_BYTES)
+        self._segments_left -= count
+        segments, end = [], 0
+        for _ in range(count):
+            (start,) = START_FIELD.unpack(self._take(START_BYTES, "start of a segment"))
+            check_segment_order(start, end)
+            payload, size = wire.parse_prefix(self._rest, limits=self._frame_limits)
+            self._take(size, "frame")
+            end = start + payload.numel
+            if end > self._limits.max_elements:
+                raise SizeLimitError(
+                    f"a segment from {start} up to {end}; MessageLimits.max_elements is {self._limits.max_elements}; "
+                    "both ends must train the same model"
+                )
+            segments.append(Segment(start, payload))
+        return tuple(segments)
