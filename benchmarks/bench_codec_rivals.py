@@ -1,6 +1,6 @@
-"""WeightGrad's codecs beside the ones people use now: same tensor, same run, same clock.
+"""WeightGrad's codecs beside those of other libraries and of plain torch, on the same tensor in the same run.
 
-    python benchmarks/bench_codec_rivals.py --size-mb 100 --threads 1 --out benchmarks/codec_rivals.md
+    python benchmarks/bench_codec_rivals.py --size-mb 100 --threads 1 --out docs/codec-rivals.md
 
 Measured as in `weightgrad bench codecs`: fp32 bytes divided by the best of several repeats, and
 the ratio to `torch.Tensor.copy_` in the same repeats. All codecs of a job take turns within each
@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from codec_rivals.coder import Coder, Label, Rival
+from codec_rivals.registry import libraries, torch_rivals
 from rich.console import Console
 from rich.table import Table
-from rival_codecs import libraries, torch_rivals
-from rival_coder import Coder, Label, Rival
 from torch import Tensor
 
 from weightgrad import codecs, kernels
 from weightgrad.errors import EncodeError
-from weightgrad.report.codec_bench import seconds
-from weightgrad.report.machine import processor
+from weightgrad.lab.bench.codec_speed import seconds
+from weightgrad.machine import processor
 from weightgrad.wire import frame_bytes
 
 JOBS = ("half precision", "8 bit", "4 bit", "ternary", "one bit", "sparse", "low rank")
@@ -60,27 +60,27 @@ SPECS = (
 COLUMNS = ("codec", "library", "task", "enc GB/s", "dec GB/s", "enc/copy", "dec/copy", "bits", "rel. error", "vs rival")
 
 
-class Ours(Coder):
-    """A WeightGrad codec with its state and a reused body."""
+class WeightGradCoder(Coder):
+    """A WeightGrad codec with its state and a reused output buffer."""
 
     def __init__(self, like: Tensor, spec: str) -> None:
         self.codec = codecs.parse(spec)
         self.state = self.codec.init(like)
-        self.room: Tensor | None = None
+        self.buffer: Tensor | None = None
         self.payload: codecs.Payload | None = None
         self.key = 0
         # A body is reused where its size is known beforehand; a fresh state keeps the first error honest.
         first, _ = self.codec.encode(like, self.codec.init(like), 0)
         try:
-            room = torch.zeros(first.body.numel(), dtype=torch.uint8)
-            self.codec.encode(like, self.codec.init(like), 0, out=room)
-            self.room = room
+            buffer = torch.zeros(first.body.numel(), dtype=torch.uint8)
+            self.codec.encode(like, self.codec.init(like), 0, out=buffer)
+            self.buffer = buffer
         except EncodeError:
             pass
 
     def encode(self, x: Tensor) -> None:
         self.key += 1
-        self.payload, self.state = self.codec.encode(x, self.state, self.key, out=self.room)
+        self.payload, self.state = self.codec.encode(x, self.state, self.key, out=self.buffer)
 
     def decode(self, out: Tensor) -> Tensor:
         assert self.payload is not None
@@ -92,10 +92,10 @@ class Ours(Coder):
 
 
 def our_rows() -> list[Rival]:
-    """WeightGrad's codecs, in the form the rivals have."""
+    """WeightGrad's codecs, in the same form as the rivals."""
 
     def entry(job: str, task: str, spec: str) -> Rival:
-        return Rival(Label(job, task, str(codecs.parse(spec)), OURS), lambda like, _: Ours(like, spec))
+        return Rival(Label(job, task, str(codecs.parse(spec)), OURS), lambda like, _: WeightGradCoder(like, spec))
 
     return [entry(*one) for one in SPECS]
 
@@ -112,8 +112,8 @@ class Row:
     bits_per_element: float
     relative_error: float
 
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """The row for a JSON file."""
         return {
             "job": self.label.job,
             "name": self.label.name,
@@ -171,14 +171,14 @@ class Subject:
         return min(rival.chunks, key=cost) if rival.chunks else self.inputs[0].numel()
 
     def repeat(self) -> None:
-        """One timed encode and decode."""
+        """Time one encoding and one decoding."""
         self.calls += 1
         x = self.inputs[self.calls % 2]
         self.encode_best = min(self.encode_best, seconds(lambda: self.coder.encode(x)))
         self.decode_best = min(self.decode_best, seconds(lambda: self.coder.decode(self.target)))
 
     def row(self, copy_best: float) -> Row:
-        """The best of the repeats so far."""
+        """The row of the best repeats so far."""
         gigabytes = self.inputs[0].numel() * 4 / 1e9
         return Row(
             self.label,
@@ -192,7 +192,7 @@ class Subject:
 
 
 def measure_job(rivals: list[Rival], inputs: tuple[Tensor, Tensor], repeats: int, notes: list[str]) -> list[Row]:
-    """The rows of one job, all its codecs taking turns."""
+    """The rows of one job. All its codecs take turns."""
     target, copied = torch.zeros_like(inputs[0]), torch.zeros_like(inputs[0])
     subjects = []
     for rival in rivals:
@@ -230,7 +230,7 @@ def ratios(rows: list[Row]) -> dict[Label, Ratio]:
 
 
 def closing(found: dict[Label, Ratio]) -> str:
-    """One sentence: how far ahead, and where behind."""
+    """A summary: by how much WeightGrad is faster, and where it is slower."""
 
     def spread(values: list[float]) -> str:
         return f"{min(values):.2f}x to {max(values):.2f}x, median {statistics.median(values):.2f}x"
@@ -314,7 +314,7 @@ def markdown(rows: list[Row], found: dict[Label, Ratio], notes: list[str], argum
 
 
 def read_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="WeightGrad's codecs beside their rivals.")
     parser.add_argument("--size-mb", type=float, default=100, help="float32 megabytes of the tensor")
     parser.add_argument("--threads", type=int, default=1, help="threads for torch, WeightGrad and the libraries")
@@ -332,7 +332,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # hivemind only reads it
     torch.set_num_threads(arguments.threads)
     kernels.set_threads(arguments.threads)
-    torch.manual_seed(12345)  # not a seed of the tensors: noise that follows the data is no noise
+    torch.manual_seed(12345)  # not a seed of the tensors: the noise must not depend on the data
     imported, notes = libraries(arguments.threads)
     torch.set_num_threads(arguments.threads)  # an import may have changed it
     inputs = (square(arguments.size_mb, 0), square(arguments.size_mb, 1))
@@ -347,7 +347,7 @@ def main() -> None:
     if arguments.out:
         arguments.out.write_text(markdown(rows, found, notes, arguments))
     if arguments.json:
-        json.dump([row.as_dict() for row in rows], sys.stdout, indent=1)
+        json.dump([row.to_dict() for row in rows], sys.stdout, indent=1)
         print()
         for note in notes:
             errors.print(note, style="yellow", soft_wrap=True)

@@ -1,11 +1,11 @@
-"""A run that is not left in peace: roles killed and lines cut at random moments, for as long as you like.
+"""A long run with random faults: processes are killed and connections cut, for as many minutes as you like.
 
     python benchmarks/soak.py --quick
     python benchmarks/soak.py --minutes 60 --seed 7 --strategy diloco
 
-What was killed is started again with the same command. At the end the ledgers, the checkpoints and the
-simulator are asked whether anything was lost, counted twice or changed. Exit code 1 if so; the seed gives the
-same faults again, though not at the same instruction.
+A killed process is started again with the same command. At the end the event logs, the checkpoints and the simulator
+show whether an update was lost, counted twice or changed. If so, the exit code is 1. The same seed gives the same
+faults, though not at the same instruction.
 """
 
 from __future__ import annotations
@@ -22,38 +22,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from field_rehearsal import Rehearsal, digits
-from field_sheet import Sheet
-from field_verdict import Check, Watcher, judge, like_simulator
+from deployment.live_run import LiveRun, digits
+from deployment.run_checks import Check, Watcher, check_run, like_simulator
+from result_table import ResultTable
 
-from weightgrad.cli import recipe_argument
 from weightgrad.errors import RunError
-from weightgrad.report.machine import measured_on
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.cli import recipe_argument
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.machine import measured_on
 
 KINDS = ("server", "site", "worker", "cut", "server and site")
-FURTHER = 12  # steps that no site can do without the server, in any row
-LIMIT_S = 300.0  # until all sites are that much further
+FURTHER = 12  # steps that no site can do without the server, with any strategy
+LIMIT_S = 300.0  # until all sites have done these steps
 MOST_REPLAYED = 5000  # steps, in the simulator
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens next."""
+    """One fault.
+
+    Attributes:
+        kind: One of `KINDS`.
+        site: The site that it concerns.
+        rank: The worker that a fault of kind "worker" kills.
+        gap_s: Seconds before the fault.
+        away_s: Seconds until the fault is repaired.
+        waits: Whether the next fault comes only after the run has recovered from this one.
+    """
 
     kind: str
     site: str
     rank: int
-    gap_s: float  # before it
-    away_s: float  # until it is put right
-    patient: bool  # the next comes only when this one is recovered from
+    gap_s: float
+    away_s: float
+    waits: bool
 
 
 @dataclass
-class Storm:
-    """The faults of a seed, and what became of them."""
+class FaultInjector:
+    """Draws faults from a seed, applies them to a run, and measures how long the run takes to recover."""
 
-    run: Rehearsal
+    run: LiveRun
     seed: int
     recovered: dict[str, list[float]] = field(default_factory=dict)
     done: list[Fault] = field(default_factory=list)
@@ -62,8 +71,8 @@ class Storm:
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
 
-    def blow(self, minutes: float) -> None:
-        """So long from the first steps on; then wait until all is well."""
+    def inject(self, minutes: float) -> None:
+        """Apply faults for so many minutes after the first steps, then wait until the run has recovered."""
         try:
             self.run.until(dict.fromkeys(self.run.sites, 1), LIMIT_S)
             until = time.monotonic() + 60 * minutes
@@ -73,7 +82,7 @@ class Storm:
                 began = time.monotonic()
                 if self._do(fault):
                     self.done.append(fault)
-                if fault.patient:
+                if fault.waits:
                     self._recover()
                     self.recovered.setdefault(fault.kind, []).append(time.monotonic() - began)
             self._recover()
@@ -94,7 +103,7 @@ class Storm:
 
     def _do(self, fault: Fault) -> bool:
         if fault.kind == "cut":
-            self.run.wires[fault.site].cut(fault.away_s)
+            self.run.proxies[fault.site].cut(fault.away_s)
             return True
         if fault.kind == "worker":
             return self.run.kill_worker(fault.site, fault.rank)
@@ -108,45 +117,49 @@ class Storm:
         return True
 
 
-def soak(recipe: Recipe, out: Path, arguments: argparse.Namespace) -> tuple[list[Check], Storm]:
-    """The storm, then the checks."""
-    # Patience: a machine that is busy with other things takes its time to start a server.
-    with Rehearsal(recipe, out, "--checkpoint-every", "7", "--patience", "600") as run:
+def soak(recipe: Recipe, out: Path, arguments: argparse.Namespace) -> tuple[list[Check], FaultInjector]:
+    """Run the recipe under faults, then check it.
+
+    Returns:
+        The checks, and the injector with the faults that it applied.
+    """
+    # A machine that is busy with other things takes its time to start a server.
+    with LiveRun(recipe, out, "--checkpoint-every", "7", "--timeout", "600") as run:
         with Watcher(out, list(run.sites)) as watcher:
             run.start()
-            storm = Storm(run, arguments.seed)
-            storm.blow(arguments.minutes)
-            if arguments.finish and storm.failed is None:
-                _finish(run, storm)
+            injector = FaultInjector(run, arguments.seed)
+            injector.inject(arguments.minutes)
+            if arguments.finish and injector.failed is None:
+                _finish(run, injector)
             run.stop()
         watcher.look()
         reached = min(run.steps().values())
-    recovered = None if storm.failed is None and not storm.done else storm.failed is None
-    checks = [Check("every fault was recovered from", recovered, _words(storm))]
-    checks += judge(out, watcher)
+    recovered = None if injector.failed is None and not injector.done else injector.failed is None
+    checks = [Check("every fault was recovered from", recovered, _summary(injector))]
+    checks += check_run(out, watcher)
     if arguments.replay:
         checks.append(like_simulator(recipe, out, reached, arguments.replay))
-    return checks, storm
+    return checks, injector
 
 
-def _finish(run: Rehearsal, storm: Storm) -> None:
+def _finish(run: LiveRun, injector: FaultInjector) -> None:
     try:
         run.until(dict.fromkeys(run.sites, run.recipe.training.steps + 1), 24 * 3600.0)
     except RunError as error:
-        storm.failed = str(error)
+        injector.failed = str(error)
 
 
-def _words(storm: Storm) -> str:
-    times = [seconds for found in storm.recovered.values() for seconds in found]
-    words = f"{len(storm.done)} faults, {storm.run.steps()} steps"
+def _summary(injector: FaultInjector) -> str:
+    times = [seconds for found in injector.recovered.values() for seconds in found]
+    words = f"{len(injector.done)} faults, {injector.run.steps()} steps"
     if times:
         words += f"; {statistics.median(times):.1f} s to recover, at worst {max(times):.1f} s"
-    return words if storm.failed is None else f"{words}; {storm.failed.splitlines()[0]}"
+    return words if injector.failed is None else f"{words}; {injector.failed.splitlines()[0]}"
 
 
-def tables(checks: list[Check], storm: Storm) -> list[Sheet]:
-    """The faults and the verdict."""
-    faults = Sheet(
+def tables(checks: list[Check], injector: FaultInjector) -> list[ResultTable]:
+    """The faults and the results of the checks, as tables."""
+    faults = ResultTable(
         "faults",
         "Faults",
         f"Seconds until every site was {FURTHER} steps further than ever, where the next fault waited for that.",
@@ -158,10 +171,12 @@ def tables(checks: list[Check], storm: Storm) -> list[Sheet]:
         ],
     )
     for kind in KINDS:
-        found = storm.recovered.get(kind, [])
-        row: dict[str, Any] = {"what": kind, "times": sum(fault.kind == kind for fault in storm.done)}
+        found = injector.recovered.get(kind, [])
+        row: dict[str, Any] = {"what": kind, "times": sum(fault.kind == kind for fault in injector.done)}
         faults.rows.append(row | ({"median": statistics.median(found), "worst": max(found)} if found else {}))
-    verdict = Sheet("verdict", "Verdict", measured_on(), [(name, name, "{}") for name in ("check", "verdict", "found")])
+    verdict = ResultTable(
+        "verdict", "Verdict", measured_on(), [(name, name, "{}") for name in ("check", "verdict", "found")]
+    )
     for check in checks:
         said = {True: "yes", False: "**NO**", None: "not checked"}[check.good]
         verdict.rows.append({"check": check.what, "verdict": said, "found": check.found.replace("|", "/")})
@@ -169,7 +184,7 @@ def tables(checks: list[Check], storm: Storm) -> list[Sheet]:
 
 
 def read_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Kill and cut at random; nothing may be lost.")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long there are faults")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
@@ -190,17 +205,17 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Soak, print, say by the exit code."""
+    """Run, print the result, and exit with 1 if a check failed."""
     arguments = read_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that started processes are ended
     torch.set_num_threads(1)
     if arguments.recipe:
         recipe = recipe_argument.load(arguments.recipe, arguments.set)
     else:
         recipe = digits(arguments.strategy, west=2, name="soak")
     out = arguments.out or Path("runs") / f"soak-{arguments.seed}"
-    checks, storm = soak(recipe, out.absolute(), arguments)
-    print("\n".join(sheet.markdown() for sheet in tables(checks, storm)))
+    checks, injector = soak(recipe, out.absolute(), arguments)
+    print("\n".join(table.markdown() for table in tables(checks, injector)))
     bad = any(check.good is False for check in checks)
     found = {
         "seed": arguments.seed,
@@ -209,9 +224,9 @@ def main() -> None:
         "strategy": recipe.strategy.name,
         "good": not bad,
         "checks": [asdict(check) for check in checks],
-        "faults": [asdict(fault) for fault in storm.done],
-        "recovered_s": storm.recovered,
-        "failed": storm.failed,
+        "faults": [asdict(fault) for fault in injector.done],
+        "recovered_s": injector.recovered,
+        "failed": injector.failed,
     }
     text = json.dumps(found)
     print(text)
@@ -219,8 +234,8 @@ def main() -> None:
         arguments.json.write_text(text + "\n")
     if bad:
         print(f"FAILED; seed {arguments.seed} gives the same faults; logs and state are in {out}", file=sys.stderr)
-        if storm.failed:
-            print(storm.failed, file=sys.stderr)
+        if injector.failed:
+            print(injector.failed, file=sys.stderr)
         sys.exit(1)
 
 

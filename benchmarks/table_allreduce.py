@@ -3,10 +3,10 @@
     python benchmarks/table_allreduce.py --quick
     python benchmarks/table_allreduce.py                       # about 14 minutes; 6 GB of memory
 
-One rank's whole work is done for real at every size and number of workers: `QuantizedAllreduce` encodes the matrix
-in as many chunks as there are ranks, decodes and adds that many chunks, encodes their mean, decodes all means. The
-network between is a formula. Sizes and ranks that fit on this machine are then emulated (allreduce_emulated.py), beside
-what the same formula says of them; that wants the machine for itself.
+The whole work of one rank is measured at every size and number of workers: `QuantizedAllreduce` encodes the matrix in
+as many chunks as there are ranks, decodes and adds that many chunks, encodes their mean and decodes all means. The
+network is a formula. Sizes and ranks that fit on this machine are then emulated (allreduce/emulated.py) and compared
+with the same formula; this needs an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import functools
 import sys
 from dataclasses import dataclass
 
-import allreduce_emulated as emulated
-import allreduce_verdict as verdict
-from allreduce_formula import DOUBLING, RING, seconds
-from allreduce_ranks import Notebook, add_seconds, exchange, rank_cost, vector_bytes
-from field_sheet import Row, Sheet, short
+from allreduce import emulated as emulated
+from allreduce import report as report
+from allreduce.cost import DOUBLING, RING, add_seconds, exchange, rank_cost, seconds, vector_bytes
+from result_table import MeasurementCache, ResultTable, Row, short
 from tables import Claim, Document, Options, main, number
 
 CODECS = (
@@ -31,7 +30,7 @@ PAPER_SPEEDUP = 10.9  # of the exchange, at the largest scale
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """Sizes, ranks, codecs and networks."""
 
     sides: tuple[int, ...] = (1024, 4096, 16384)
     workers: tuple[int, ...] = (2, 8, 32, 128)
@@ -49,7 +48,7 @@ class Plan:
 
     @property
     def emulated(self) -> emulated.Setup:
-        """The emulated half."""
+        """The setup of the emulated half."""
         return emulated.Setup(
             sides=self.emulated_sides,
             workers=self.emulated_workers,
@@ -73,21 +72,21 @@ QUICK = Plan(
 )
 
 
-def ranks(plan: Plan, notebook: Notebook, side: int, workers: int) -> list[Row]:
-    """What every method costs one rank of so many."""
-    add = notebook.get(f"add {side} {plan.repeats}", functools.partial(_add, side, plan.repeats))
+def ranks(plan: Plan, cache: MeasurementCache, side: int, workers: int) -> list[Row]:
+    """The cost of every method for one of so many ranks."""
+    add = cache.get(f"add {side} {plan.repeats}", functools.partial(_add, side, plan.repeats))
     place = {"side": side, "workers": workers, **add}
     rows: list[Row] = [{**place, "codec": name} for name in (RING, DOUBLING)]
     for spec in plan.codecs:
         print(f"{spec}, {side} x {side}, {workers} workers", file=sys.stderr, flush=True)
         how = functools.partial(rank_cost, spec, side**2, workers, plan.repeats)
-        rows.append({**place, "codec": spec, **notebook.get(f"{spec} {side} {workers} {plan.repeats}", how)})
+        rows.append({**place, "codec": spec, **cache.get(f"{spec} {side} {workers} {plan.repeats}", how)})
     return rows
 
 
-def measure(plan: Plan, notebook: Notebook) -> list[Row]:
+def measure(plan: Plan, cache: MeasurementCache) -> list[Row]:
     """Every method at every size and number of workers."""
-    rows = [row for side in plan.sides for workers in plan.workers for row in ranks(plan, notebook, side, workers)]
+    rows = [row for side in plan.sides for workers in plan.workers for row in ranks(plan, cache, side, workers)]
     for row in rows:
         row |= {f"seconds_{speed}": seconds(row, speed) for speed in plan.networks_gbit_s}
     for row in rows:
@@ -102,16 +101,16 @@ def _add(side: int, repeats: int) -> Row:
 
 
 def _plain(rows: list[Row], like: Row, speed: int) -> float:
-    """The better of the two in fp32, at the same place."""
+    """Seconds of the faster method with fp32, at the same size and number of workers."""
     place = (like["side"], like["workers"])
     plain = (r for r in rows if r["codec"] in (RING, DOUBLING) and (r["side"], r["workers"]) == place)
     return min(float(r[f"seconds_{speed}"]) for r in plain)
 
 
-def by_network(plan: Plan, rows: list[Row]) -> Sheet:
-    """The largest of all, on every network."""
+def by_network(plan: Plan, rows: list[Row]) -> ResultTable:
+    """The largest matrix and the most workers, on every network."""
     side, workers = max(plan.sides), max(plan.workers)
-    sheet = Sheet(
+    table = ResultTable(
         "network",
         f"{side}² on {workers} workers",
         "Seconds of one allreduce, and how many times as fast as the better of the two in fp32.",
@@ -122,18 +121,18 @@ def by_network(plan: Plan, rows: list[Row]) -> Sheet:
         notes=[f"All {len(rows)} combinations are in the JSON file."],
     )
     for speed in plan.networks_gbit_s:
-        sheet.columns += [
+        table.columns += [
             (f"s at {speed} Gbit/s", f"seconds_{speed}", "{:.3g}"),
             ("times", f"speedup_{speed}", "{:.2f}"),
         ]
     for row in rows:
         if (row["side"], row["workers"]) == (side, workers):
             nbytes = vector_bytes(row, workers) if "sent_bytes" in row else 4 * side**2
-            sheet.rows.append({**row, "mb": nbytes / 1e6, "ratio": 4 * side**2 / nbytes})
-    return sheet
+            table.rows.append({**row, "mb": nbytes / 1e6, "ratio": 4 * side**2 / nbytes})
+    return table
 
 
-def by_place(plan: Plan, rows: list[Row]) -> list[Sheet]:
+def by_place(plan: Plan, rows: list[Row]) -> list[ResultTable]:
     """The largest matrix by workers, the most workers by size, on the network in the middle."""
     side, workers = max(plan.sides), max(plan.workers)
     speed = sorted(plan.networks_gbit_s)[len(plan.networks_gbit_s) // 2]
@@ -144,18 +143,18 @@ def by_place(plan: Plan, rows: list[Row]) -> list[Sheet]:
         ("workers", f"{side}² by workers", {f"{w} workers": (side, w) for w in plan.workers}),
         ("sizes", f"{workers} workers by size", {f"{s}²": (s, workers) for s in plan.sides}),
     ):
-        sheet = Sheet(key, title, about, [("", "codec", "{}"), *((heading, heading, "{}") for heading in places)])
+        table = ResultTable(key, title, about, [("", "codec", "{}"), *((heading, heading, "{}") for heading in places)])
         for name in (RING, DOUBLING, *plan.codecs):
             found = {heading: by[place[0], place[1], name] for heading, place in places.items()}
             cells = {h: f"{short(r[f'seconds_{speed}'])} ({r[f'speedup_{speed}']:.2f})" for h, r in found.items()}
-            sheet.rows.append({"codec": name, **cells})
-        made.append(sheet)
+            table.rows.append({"codec": name, **cells})
+        made.append(table)
     return made
 
 
-def exact(plan: Plan) -> Sheet:
-    """All ranks, for real."""
-    sheet = Sheet(
+def exact(plan: Plan) -> ResultTable:
+    """All ranks exchange their data in one process."""
+    table = ResultTable(
         "exact",
         "All ranks exchanging, in one process",
         f"{plan.exact_workers} ranks with {plan.exact_side}² elements each, {plan.exact_steps} times, normal noise: "
@@ -167,12 +166,12 @@ def exact(plan: Plan) -> Sheet:
         ],
     )
     for spec in ("fp32", *plan.codecs):
-        sheet.rows.append(exchange(spec, plan.exact_side**2, plan.exact_workers, plan.exact_steps))
-    return sheet
+        table.rows.append(exchange(spec, plan.exact_side**2, plan.exact_workers, plan.exact_steps))
+    return table
 
 
 def claims(plan: Plan, rows: list[Row], real: list[Row]) -> list[Claim]:
-    """What the numbers say to Dryden's."""
+    """The claims of Dryden et al."""
     place = (max(plan.sides), max(plan.workers))
     largest = {r["codec"]: r for r in rows if (r["side"], r["workers"]) == place and r["codec"] in plan.codecs}
     made = []
@@ -197,7 +196,7 @@ def claims(plan: Plan, rows: list[Row], real: list[Row]) -> list[Claim]:
 
 
 def rests_on(plan: Plan) -> list[str]:
-    """Sizes and repeats, here and there."""
+    """Sizes and repeats, here and in the paper."""
     sides, workers = ", ".join(f"{s}²" for s in plan.sides), ", ".join(map(str, plan.workers))
     return [
         f"Here: matrices of {sides} normal numbers; {workers} workers; best of {plan.repeats} on one thread. QSGD's "
@@ -211,9 +210,9 @@ MEASURED = [
     "Measured: the seconds under “codec s” (processor time of one rank's `encode_chunks`, `reduce`, `gather` over "
     "the whole matrix, one thread), the bytes of real frames, the additions of fp32 (one pass, counted as often as "
     "the algorithm makes it), and the whole exchange of the table in one process, all ranks with data of their own.",
-    "Modelled: the network, by `weightgrad.sim.lan.Lan` at the given bit rate and 20 µs one way: a ring of 2(n-1) "
-    "steps for fp32 and for the codecs, log2 n steps with the whole vector for recursive doubling; codec and network "
-    "one after the other, nothing overlapped, no congestion. In these tables no two processes speak to each other.",
+    "Modelled: the network, by `LocalNetwork` of the simulator at the given bit rate and 20 µs one way: a ring of "
+    "2(n-1) steps for fp32 and for the codecs, log2 n steps with the whole vector for recursive doubling. Codec and "
+    "network come one after the other, nothing overlaps, there is no congestion, and no two processes exchange data.",
     "For one rank's cost the chunks of the others are its own: alike in distribution and in bytes, not the same "
     "numbers. Chunks are vectors here, so one-bit and adaptive have a pair of means for each 32,768 elements where "
     "Dryden has one for each column of the matrix.",
@@ -221,18 +220,18 @@ MEASURED = [
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Measure what is missing, and conclude."""
-    notebook = Notebook(options.runs / options.name / "measured.json")
-    rows = measure(plan, notebook)
+    """Measure what is missing, and make the document."""
+    cache = MeasurementCache(options.runs / options.name / "measured.json")
+    rows = measure(plan, cache)
     real = exact(plan)
     setup = plan.emulated
-    found = emulated.measure(setup, notebook, functools.partial(ranks, plan, notebook), options.runs / options.name)
+    found = emulated.measure(setup, cache, functools.partial(ranks, plan, cache), options.runs / options.name)
     return Document(
         title="Dryden's synthetic allreduce",
-        rests_on=[*rests_on(plan), verdict.rests_on(setup)],
-        sheets=[by_network(plan, rows), *by_place(plan, rows), real, *verdict.sheets(setup, found)],
-        claims=[*claims(plan, rows, real.rows), *verdict.claims(setup, found)],
-        measured=[*MEASURED, *verdict.MEASURED],
+        rests_on=[*rests_on(plan), report.rests_on(setup)],
+        tables=[by_network(plan, rows), *by_place(plan, rows), real, *report.tables(setup, found)],
+        claims=[*claims(plan, rows, real.rows), *report.claims(setup, found)],
+        measured=[*MEASURED, *report.MEASURED],
         failures=found.failures,
         numbers={"all": rows, "emulated": found.rows, "delays": found.delays_rows()},
     )

@@ -1,11 +1,11 @@
-"""Consistency at the global server: sync, bounded, backup and async, with and without stragglers, by time to accuracy.
+"""Consistency at the global server: sync, bounded, backup and async, with and without stragglers.
 
     python benchmarks/table_consistency.py --quick
     python benchmarks/table_consistency.py                     # about 9 minutes on two cores
 
-The baseline's row with other words under `consistency`: full-precision gradients of every site at every step, so that
-nothing but the waiting and the staleness differs. Bounded: Ho et al., 2013; backup: Chen et al., 2016; staleness-aware:
-Zhang et al., 2016; delay compensation: Zheng et al., 2017.
+The strategy is `baseline` with another `consistency`: full-precision gradients of every site at every step, so that
+only the waiting and the staleness differ. Bounded: Ho et al., 2013; backup: Chen et al., 2016; staleness-aware: Zhang
+et al., 2016; delay compensation: Zheng et al., 2017.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from field_sheet import Row, Sheet
-from table_runs import Cell, Found, Strategy, apart, cells, columns, rows, run, sheet
+from charts import Accuracies, Chart
+from result_table import ResultTable, Row
+from table_runs import Cell, Found, Strategy, cells, columns, row_difference, rows, run, table
 from tables import Claim, Document, Options, main, number
 
-from weightgrad.report import curves
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.comparison_table import seeds_text
 
 SYNC = "sync"
 ROWS: dict[str, str] = {
@@ -40,10 +40,10 @@ SLOW, NOW_AND_THEN, OFTEN = 4, 5, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long, on what."""
+    """The length of the runs, the model and the data."""
 
     steps: int = number(300, "steps of every site")
-    seeds: int = number(3, "runs of each row")
+    seeds: int = number(3, "seeds of each row")
     sites: int = number(8, "sites of one worker")
     batch: int = number(128, "images a step over all sites")
     evaluations: int = number(15, "evaluations of a run")
@@ -56,7 +56,7 @@ QUICK = Plan(steps=8, seeds=1, batch=32, evaluations=2, evaluate_on=100, data="d
 
 
 def recipe(plan: Plan, *, stragglers: bool) -> Recipe:
-    """Sites behind 1 Gbit/s and 10 ms; one of them always slow, and everyone now and then."""
+    """Sites behind 1 Gbit/s and 10 ms. Of the stragglers one site is always slow, and every site now and then."""
     compute: dict[str, Any] = {"seconds_per_step": 0.05, "jitter": 0.1}
     if stragglers:
         compute["stragglers"] = [
@@ -83,7 +83,7 @@ def recipe(plan: Plan, *, stragglers: bool) -> Recipe:
 
 
 def wanted(plan: Plan) -> list[Cell]:
-    """Both worlds, every row."""
+    """The runs of every row, with and without stragglers."""
     chosen: dict[str, Strategy] = {
         label: {"name": "baseline", "consistency": words, "flush": "none"} for label, words in ROWS.items()
     }
@@ -94,27 +94,27 @@ def wanted(plan: Plan) -> list[Cell]:
     ]
 
 
-def sheets(found: Found) -> list[Sheet]:
-    """A sheet for each world."""
+def tables(found: Found) -> list[ResultTable]:
+    """One table with and one without stragglers."""
     shown = columns(
         "accuracy", "spread", "points", "seconds_to", "speedup_to", "reached", "seconds", "waiting", "wan_mb"
     )
     made = []
     for part, runs in found.parts.items():
         about = "Seconds to accuracy: to 99 % of what sync ends with, seed by seed; speedup is over sync's."
-        made.append(sheet(part, about, shown, runs))
+        made.append(table(part, about, shown, runs))
     return made
 
 
 def claims(found: Found, plan: Plan) -> list[Claim]:
-    """What is said of each, put to the test where it should matter: with stragglers."""
+    """What the papers say of each, tested with stragglers, where it should matter."""
     runs = found.parts.get(STRAGGLING, {})
     by_name = {row["name"]: row for row in rows(runs)}
     made = []
     for name, why in (
-        ("backup(1)", "backup sites pay off with stragglers: to the same accuracy sooner than sync"),
-        ("bounded(4)", "bounded staleness pays off with stragglers: to the same accuracy sooner than sync"),
-        ("async", "async is sooner at the same accuracy than sync with stragglers"),
+        ("backup(1)", "backup sites pay off with stragglers: they reach the same accuracy faster than sync"),
+        ("bounded(4)", "bounded staleness pays off with stragglers: it reaches the same accuracy faster than sync"),
+        ("async", "async reaches the same accuracy faster than sync with stragglers"),
     ):
         if name in by_name:
             row = by_name[name]
@@ -127,7 +127,7 @@ def claims(found: Found, plan: Plan) -> list[Claim]:
         lost = by_name[SYNC]["step_ms"] / steady[SYNC]["step_ms"]
         made.append(
             Claim(
-                f"sync runs at the pace of its slowest site ({SLOW} times slower here, others now and then too).",
+                f"sync is as slow as its slowest site ({SLOW} times slower here; other sites are slow now and then).",
                 lost > SLOW / 2,
                 f"Its steps take {lost:.2f} times as long as without stragglers.",
             )
@@ -149,7 +149,7 @@ def _accuracies(found: Found, plan: Plan) -> list[Claim]:
         ("async, compensated 0.04", "async", 1, "delay compensation makes async more accurate (0.04, as published)"),
         ("async, compensated 10", "async", 1, "delay compensation makes async more accurate (10)"),
     ):
-        far = apart(runs, name, other, plan.evaluate_on)
+        far = row_difference(runs, name, other, plan.evaluate_on)
         if far is None:
             continue
         above = far.above(-1.0 if sign == 0 else 0.0)
@@ -159,23 +159,23 @@ def _accuracies(found: Found, plan: Plan) -> list[Claim]:
 
 
 MEASURED = [
-    "Measured: losses, accuracies, bytes, and the order in which updates meet the base, as the virtual clock decides.",
+    "Measured: losses, accuracies, bytes, and the order in which updates reach the global model in virtual time.",
     f"Modelled: seconds. A pass takes 50 ms with 10 % jitter; with stragglers the last site takes {SLOW} times that, "
     f"and each site {NOW_AND_THEN} times that in {100 * OFTEN:.0f} % of its steps; links are 1 Gbit/s and 10 ms, fast "
-    "enough for the bytes not to matter. Async answers every push to every site, so its bytes grow with the sites.",
+    "enough for the bytes not to matter. Async sends a result to every site for every push: its bytes grow with them.",
     "Between sites, not between the workers of one. Every site makes the same number of steps, so a run is over when "
     "the slowest is done: compare the seconds to accuracy, not those of whole runs. With backup the steps are the "
     "server's: a late site goes on where the others are, and what it has goes into the next round, while Chen et al. "
     "drop it. A constant learning rate: a schedule by steps would favour whoever is behind. Async: a push moves the "
-    "base by its share, 1/n, of a step.",
+    "global model by its share, 1/n, of a step.",
 ]
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Run what is missing, and conclude."""
+    """Make the missing runs, and the document."""
     found = run(wanted(plan), options)
-    charts = {
-        part.lower().replace(" ", "-"): curves.draw(runs, title=f"{part}: accuracy over time")
+    charts: dict[str, Chart] = {
+        part.lower().replace(" ", "-"): Accuracies.of_runs(runs, title=f"{part}: accuracy over time")
         for part, runs in found.parts.items()
     }
     return Document(
@@ -187,10 +187,10 @@ def make(plan: Plan, options: Options) -> Document:
             "or days. What is tested here is the direction of what each says.",
             *found.facts(),
         ],
-        sheets=sheets(found),
+        tables=tables(found),
         claims=claims(found, plan),
         measured=MEASURED,
-        charts={name: chart for name, chart in charts.items() if chart},
+        charts=charts,
         failures=found.failures,
     )
 

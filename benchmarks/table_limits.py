@@ -1,13 +1,13 @@
-"""How few bytes can `auto` send before accuracy suffers? Density and rounds of its planner, on the paper's testbed.
+"""How few bytes can `auto` send before accuracy suffers? Density and rounds of its controller, on the paper's links.
 
     python benchmarks/table_limits.py --quick
     python benchmarks/table_limits.py                          # an hour of one core; 1,500 steps, one seed
     python benchmarks/table_limits.py --seeds 3
 
 The goal is 3,000 times fewer bytes over the WAN than the baseline, both directions, at 0.1 points below its accuracy
-or better. With two sites a round of density d costs about d (log2(1/d) + 2.6) bits an element each way, as the other's
-push comes down as it went up; so half the density saves a little less than half the bytes, and half the rounds
-exactly half.
+or better. With two sites a round of density d costs about d (log2(1/d) + 2.6) bits an element in each direction,
+because the push of the other site comes down as it went up. So half the density saves a little less than half of the
+bytes, and half the rounds save exactly half.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from field_sheet import Sheet
-from table_dots import Dot, dots
-from table_runs import Cell, Found, Strategy, apart, cells, columns, rows, run, sheet
+from charts import Chart, Dot, Dots
+from result_table import ResultTable
+from table_runs import Cell, Found, Strategy, cells, columns, row_difference, rows, run, table
 from tables import ROOT, Claim, Difference, Document, Options, main, number
 
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.report.runs import Run
-from weightgrad.train.recipe import Recipe
-from weightgrad.wan.planner import Auto
+from weightgrad.core.controller import Auto
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.comparison_table import seeds_text
+from weightgrad.lab.report.runs import Run
 
 PART = "auto by density and rounds"
 BASELINE = "baseline"
@@ -34,11 +34,11 @@ BELOW = 0.1  # points below the baseline that it may cost
 
 @dataclass(frozen=True)
 class Setting:
-    """A planner's settings: the share of entries in a push, steps between rounds, and how much longer it trains."""
+    """The settings of a controller: the share of entries in a push, the steps between rounds, and the length."""
 
     density: float
     every: int
-    longer: Fraction = Fraction(1)  # times the baseline's steps
+    longer: Fraction = Fraction(1)  # in multiples of the baseline's steps
 
     @property
     def name(self) -> str:
@@ -46,23 +46,23 @@ class Setting:
         return f"{100 * self.density:g} %, every {self.every}{more}"
 
     @property
-    def planner(self) -> Auto:
+    def controller(self) -> Auto:
         return Auto(density=self.density, every=self.every, least=min(self.density, Auto.least))
 
     @property
     def strategy(self) -> Strategy:
-        """Spelled out, so that another default is another row."""
-        own = self.planner
+        """The strategy with all settings, so that it does not change with the defaults."""
+        own = self.controller
         text = f"auto(density={own.density:g}, every={own.every}, least={own.least:g})"
-        return {"name": "auto", "planner": text}
+        return {"name": "auto", "controller": text}
 
     def kept(self, run: Run) -> float:
-        """The share of the run's time in which the server had set this very pace."""
-        times = [*(float(line["t"]) for line in run.paces), float(run.summary["virtual_seconds"])]
-        asked = (self.every, self.planner.codec(self.density))
+        """The share of the run in which the sync schedule was the one of this setting."""
+        times = [*(float(line["t"]) for line in run.schedules), float(run.summary["virtual_seconds"])]
+        asked = (self.every, self.controller.codec(self.density))
         held = sum(
             until - since
-            for line, since, until in zip(run.paces, times, times[1:], strict=False)
+            for line, since, until in zip(run.schedules, times, times[1:], strict=False)
             if (line["every"], line["up"]) == asked
         )
         return held / times[-1] if times[-1] else 0.0
@@ -75,16 +75,16 @@ SETTINGS = (
     Setting(0.0025, 4, Fraction(4, 3)),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
-# About the same bytes: oftener and sparser, or seldom and denser.
+# About the same bytes: more frequent and sparser, or less frequent and denser.
 ALIKE = ((Setting(0.005, 4), Setting(0.01, 8)),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long."""
+    """The length of the runs, the model and the data."""
 
     steps: int = number(1500, "steps")
-    seeds: int = number(1, "runs of each row")
+    seeds: int = number(1, "seeds of each row")
     batch: int = number(128, "images a step over all workers")
     evaluate_on: int = number(10_000, "test images; 10,000 are all")
     data: str = "cifar10"
@@ -95,7 +95,7 @@ QUICK = Plan(steps=30, batch=16, evaluate_on=200, data="digits", model="lenet-di
 
 
 def recipe(plan: Plan, longer: Fraction = Fraction(1)) -> Recipe:
-    """The paper's testbed, evaluated every sixth of the baseline's steps."""
+    """The links of the paper, evaluated every sixth of the baseline's steps."""
     return Recipe.load(ROOT / "recipes" / "paper.yaml").with_settings(
         [
             f"data.name={plan.data}",
@@ -109,7 +109,7 @@ def recipe(plan: Plan, longer: Fraction = Fraction(1)) -> Recipe:
 
 
 def wanted(plan: Plan) -> list[Cell]:
-    """The baseline, and every setting."""
+    """The runs of the baseline and of every setting."""
     found = cells(PART, recipe(plan), {BASELINE: BASELINE}, plan.seeds)
     for one in SETTINGS:
         found += cells(PART, recipe(plan, one.longer), {one.name: one.strategy}, plan.seeds)
@@ -118,7 +118,7 @@ def wanted(plan: Plan) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A setting's bytes and accuracy against the baseline's."""
+    """The bytes and the accuracy of a setting, compared with the baseline."""
 
     setting: Setting
     ratio: float  # times fewer bytes
@@ -126,7 +126,7 @@ class Outcome:
 
     @property
     def good(self) -> bool | None:
-        """Whether it is at most so much below the baseline; None: its error does not tell."""
+        """Whether it is at most `BELOW` points below the baseline; None if the error is too large to tell."""
         return self.far.above(-BELOW)
 
     def text(self) -> str:
@@ -134,23 +134,23 @@ class Outcome:
 
 
 def outcomes(part: Mapping[str, Sequence[Run]], tested: int) -> list[Outcome]:
-    """Of the settings that have both, most bytes first."""
+    """The outcomes of the settings that have both, most bytes first."""
     found = []
     for row in rows(part):
-        far = apart(part, row["name"], BASELINE, tested)
+        far = row_difference(part, row["name"], BASELINE, tested)
         if row["name"] in BY_NAME and far is not None and row["ratio"] is not None:
             found.append(Outcome(BY_NAME[row["name"]], row["ratio"], far))
     return sorted(found, key=lambda one: one.ratio)
 
 
 def any_good(of: Sequence[Outcome]) -> bool | None:
-    """True: one measurably is; False: all measurably are not; None: one may be, or there is none to tell by."""
+    """True if one is good, False if none is, None if the errors are too large to tell."""
     found = [one.good for one in of] or [None]
     return True if True in found else None if None in found else False
 
 
 def goal(found: Sequence[Outcome]) -> Claim:
-    """The issue's."""
+    """Whether a setting reaches the goal."""
     what = f"`auto` sends at least {FEWER:,} times fewer bytes than the baseline at most {BELOW} points below it."
     there = [one for one in found if one.ratio >= FEWER]
     if not there:
@@ -160,7 +160,7 @@ def goal(found: Sequence[Outcome]) -> Claim:
 
 
 def limit(found: Sequence[Outcome]) -> Claim:
-    """How far it goes at all."""
+    """How many bytes can be saved without a loss of accuracy."""
     usual = next((one.ratio for one in found if one.setting == DEFAULT), 1.0)
     sparser = [one for one in found if one.ratio > usual]
     what = f"Fewer bytes than with the default ({DEFAULT.name}) are possible at most {BELOW} points below the baseline."
@@ -174,7 +174,7 @@ def limit(found: Sequence[Outcome]) -> Claim:
 
 
 def claims(part: Mapping[str, Sequence[Run]], tested: int) -> list[Claim]:
-    """The goal, the limit, every setting by itself, and which way of saving is the better one."""
+    """The goal, the limit, every setting by itself, and which way of saving is better."""
     found = outcomes(part, tested)
     if not found:
         return []
@@ -184,26 +184,26 @@ def claims(part: Mapping[str, Sequence[Run]], tested: int) -> list[Claim]:
         made.append(Claim(what, one.good, f"{one.far.text()}; {one.ratio:,.0f} times fewer bytes."))
     ratios = {one.setting: one.ratio for one in found}
     for often, seldom in ALIKE:
-        far = apart(part, often.name, seldom.name, tested)
+        far = row_difference(part, often.name, seldom.name, tested)
         if far is not None and often in ratios and seldom in ratios:
-            what = f"Oftener and sparser is better: {often.name} above {seldom.name}."
+            what = f"More frequent and sparser is better: {often.name} above {seldom.name}."
             saved = f"{ratios[often]:,.0f} and {ratios[seldom]:,.0f} times fewer bytes"
             made.append(Claim(what, far.above(0.0), f"{far.text()}, with {saved}."))
     return made
 
 
-def sheets(part: Mapping[str, Sequence[Run]]) -> list[Sheet]:
-    """Every row, and how long its pace was the one asked for."""
+def tables(part: Mapping[str, Sequence[Run]]) -> list[ResultTable]:
+    """A table of all rows, with the share of the run that had the requested sync schedule."""
     shown = columns(
         *("accuracy", "spread", "points", "wan_mb", "ratio", "ratio_to", "speedup_to", "reached", "waiting"),
         first="density, steps between rounds",
     )
     about = (
         "Δ is against the baseline. Same accuracy: bytes (time) of the baseline until it first has 99 % of what it "
-        "ends with, over the row's until it has that; – where it never does. Pace kept: the share of the run in which "  # noqa: RUF001
-        "the planner had set what the row asks for; before that it looks at the links."
+        "ends with, over the row's until it has that; – where it never does. Schedule kept: the share of the run in "  # noqa: RUF001
+        "which the controller had set what the row asks for; before that it looks at the links."
     )
-    made = sheet(PART, about, [*shown, ("pace kept %", "kept", "{:.1f}")], part)
+    made = table(PART, about, [*shown, ("schedule kept %", "kept", "{:.1f}")], part)
     for row in made.rows:
         setting = BY_NAME.get(row["name"])
         if setting is not None:
@@ -212,7 +212,7 @@ def sheets(part: Mapping[str, Sequence[Run]]) -> list[Sheet]:
     return [made]
 
 
-def charts(part: Mapping[str, Sequence[Run]], tested: int) -> dict[str, str]:
+def charts(part: Mapping[str, Sequence[Run]], tested: int) -> dict[str, Chart]:
     """Accuracy against bytes saved."""
     reference = next((row["accuracy"] for row in rows(part) if row["name"] == BASELINE), None)
     if reference is None:
@@ -221,19 +221,19 @@ def charts(part: Mapping[str, Sequence[Run]], tested: int) -> dict[str, str]:
     for one in sorted(outcomes(part, tested), key=lambda one: (one.setting.every != DEFAULT.every, one.setting.every)):
         dot = Dot(one.ratio, reference + one.far.points, one.far.twice, one.setting.name)
         series.setdefault(f"every {one.setting.every}, {one.setting.longer}", []).append(dot)
-    drawn = dots(
-        series,
+    chart = Dots(
+        series=series,
         title="auto: accuracy against bytes saved, by density and steps between rounds",
         x="times fewer WAN bytes than the baseline, log scale",
-        y="accuracy %, ± two standard errors of the difference",
-        across={f"baseline, {reference:.2f} %": reference, f"{BELOW} points below": reference - BELOW},
-        upright={f"goal: {FEWER:,} times": FEWER},
+        y="accuracy %, ± two standard errors",
+        horizontal={f"baseline, {reference:.2f} %": reference, f"{BELOW} points below": reference - BELOW},
+        vertical={f"goal: {FEWER:,} times": FEWER},
     )
-    return {"bytes": drawn} if drawn else {}
+    return {"bytes": chart}
 
 
 def rests_on(plan: Plan, found: Found) -> list[str]:
-    """Steps, seeds, and by what the settings are judged."""
+    """Steps, seeds, and how the settings are compared."""
     return [
         f"Here: {plan.model} on {plan.data} over the links of recipes/paper.yaml, {plan.steps} steps of {plan.batch} "
         f"images, {seeds_text(plan.seeds)} each, SGD 0.05 with momentum 0.9 and cosine, {plan.evaluate_on:,} test "
@@ -250,23 +250,23 @@ def rests_on(plan: Plan, found: Found) -> list[str]:
 
 
 MEASURED = [
-    "Measured: accuracies of the base, bytes of every message in both directions over both links, rounds, paces.",
+    "Measured: accuracies of the global model, bytes of every message in both directions, rounds, sync schedules.",
     "Modelled: seconds. Compute is 30 ms a step with 10 % jitter, links and LAN are the paper's bandwidths with delays "
-    "that it does not give (11 and 25 ms one way); codecs cost what `weightgrad bench codecs` measured. Paces follow "
-    "from these seconds.",
-    "`auto` flushes nothing at the end: what sites and server still hold back is in no row's bytes and in no row's "
+    "that it does not give (11 and 25 ms one way); codecs cost what `weightgrad bench codecs` measured. Sync schedules "
+    "follow from these seconds.",
+    "`auto` flushes nothing at the end: the residuals of sites and server are in no row's bytes and in no row's "
     "accuracy.",
 ]
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Run what is missing, and conclude."""
+    """Make the missing runs, and the document."""
     found = run(wanted(plan), options)
     part = found.parts.get(PART, {})
     return Document(
         title="How few bytes `auto` can send before accuracy suffers",
         rests_on=rests_on(plan, found),
-        sheets=sheets(part),
+        tables=tables(part),
         claims=claims(part, plan.evaluate_on),
         measured=MEASURED,
         charts=charts(part, plan.evaluate_on),

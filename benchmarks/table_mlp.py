@@ -14,15 +14,15 @@ import functools
 import json
 from dataclasses import dataclass
 
-from allreduce_ranks import Notebook, add_seconds, rank_cost, vector_bytes
-from field_sheet import Row, Sheet
-from table_runs import Cell, Found, Strategy, apart, cells, rows, run
+from allreduce.cost import add_seconds, rank_cost, vector_bytes
+from result_table import MeasurementCache, ResultTable, Row
+from table_runs import Cell, Found, Strategy, cells, row_difference, rows, run
 from tables import Claim, Document, Options, main, number
 
 from weightgrad.errors import RecipeError
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.sim.lan import Lan
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.comparison_table import seeds_text
+from weightgrad.lab.sim.local_network import LocalNetwork
 
 WORKERS, DELAY = 4, 2e-5
 COMPUTE = 0.1  # seconds of a replica's pass, assumed
@@ -35,13 +35,13 @@ MNIST = 60_000  # training images
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much, how long: whole epochs of the first images of the training set."""
+    """The size and length of the runs: whole epochs of the first images of the training set."""
 
     images: int = number(4000, "training images, the first of the set; a multiple of the batch")
     epochs: int = number(20, "times that each of them is seen")
     batch: int = number(200, "images of a mini-batch, over all replicas")
     width: int = number(4096, "units of each of the three hidden layers")
-    seeds: int = number(1, "runs of each row")
+    seeds: int = number(1, "seeds of each row")
     evaluate_on: int = number(10_000, "test images")
     repeats: int = number(2, "repeats of the codecs' measurement, of which the best counts")
     networks_gbit_s: tuple[int, ...] = (1, 10, 40)
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Mini-batches in all."""
+        """The number of mini-batches."""
         return self.epochs * self.images // self.batch
 
     @property
     def length(self) -> str:
-        """In words."""
+        """The length as text."""
         return f"{self.epochs} epochs of {self.images:,} images: {self.steps} mini-batches of {self.batch}"
 
 
@@ -71,7 +71,7 @@ QUICK = Plan(images=128, epochs=3, batch=64, width=128, evaluate_on=500, repeats
 
 
 def recipe(plan: Plan) -> Recipe:
-    """One site; a link that costs nothing, as its only message is the last."""
+    """One site, with a fast link, because the only round is the last."""
     text = {
         "name": "mlp",
         "data": {"name": plan.data, "limit": plan.images},
@@ -94,28 +94,30 @@ def recipe(plan: Plan) -> Recipe:
 
 
 def strategy(codec: str) -> Strategy:
-    """Adam in the site on the mean of an allreduce with this codec; one round, at the end."""
+    """Adam within the site, on the mean of an allreduce with this codec, and one round at the end."""
     return {"name": "baseline", "shares": "updates", "gradients": codec, "trigger": "every(1000000)"}
 
 
 def wanted(plan: Plan) -> list[Cell]:
-    """Every run."""
+    """All runs."""
     return cells("MLP", recipe(plan), {codec: strategy(codec) for codec in (PLAIN, *TRAINED)}, plan.seeds)
 
 
-def times(plan: Plan, numel: int, notebook: Notebook) -> list[Row]:
-    """Of one mini-batch: compute as assumed, codec as measured at this size, network by formula."""
+def times(plan: Plan, numel: int, cache: MeasurementCache) -> list[Row]:
+    """Times of one mini-batch: the assumed compute, the codec measured at this size, and a formula for the network."""
     made: list[Row] = []
     for codec in (PLAIN, *CODECS):
         name = f"{codec} {numel} {plan.repeats}"
         if codec == PLAIN:
-            added = notebook.get(name, functools.partial(_add, numel, plan.repeats))["seconds"]
+            added = cache.get(name, functools.partial(_add, numel, plan.repeats))["seconds"]
             row: Row = {"codec": codec, "seconds": added * (WORKERS - 1) / WORKERS, "bytes": 4 * numel}
         else:
-            found = notebook.get(name, functools.partial(rank_cost, codec, numel, WORKERS, plan.repeats))
+            found = cache.get(name, functools.partial(rank_cost, codec, numel, WORKERS, plan.repeats))
             row = {"codec": codec, **found, "bytes": vector_bytes(found, WORKERS)}
         for speed in plan.networks_gbit_s:
-            row[f"exchange_{speed}"] = row["seconds"] + Lan(speed * 1e9, DELAY).allreduce(WORKERS, row["bytes"])
+            row[f"exchange_{speed}"] = row["seconds"] + LocalNetwork(speed * 1e9, DELAY).allreduce(
+                WORKERS, row["bytes"]
+            )
         made.append(row)
     for row in made:
         row["mb"], row["ratio"], row["codec_ms"] = row["bytes"] / 1e6, 4 * numel / row["bytes"], 1000 * row["seconds"]
@@ -130,14 +132,14 @@ def _add(numel: int, repeats: int) -> Row:
 
 
 def break_even(row: Row, plain: Row, speed: int) -> float | None:
-    """Seconds of compute at which the published speedup would come out; None: at none."""
+    """Seconds of compute that would give the published speedup; None if none would."""
     gain = plain[f"exchange_{speed}"] - PAPER_SPEEDUP * row[f"exchange_{speed}"]
     return float(gain / (PAPER_SPEEDUP - 1)) if gain > 0 else None
 
 
-def sheets(plan: Plan, found: Found, cost: list[Row]) -> list[Sheet]:
-    """What was learnt, and what a mini-batch costs."""
-    learnt = Sheet(
+def tables(plan: Plan, found: Found, cost: list[Row]) -> list[ResultTable]:
+    """The accuracies, and the times and bytes of a mini-batch."""
+    learnt = ResultTable(
         "accuracy",
         "Test accuracy",
         f"After {plan.length}. Bytes are those that the training really sent, of an average vector on its way there.",
@@ -149,7 +151,7 @@ def sheets(plan: Plan, found: Found, cost: list[Row]) -> list[Sheet]:
     for row in rows(found.parts.get("MLP", {})):
         # The simulator counts 2 (n-1) vectors a step in the site's LAN.
         learnt.rows.append({**row, "mb": row["lan_mb"] / (2 * (WORKERS - 1) * plan.steps)})
-    batch = Sheet(
+    batch = ResultTable(
         "mini-batch",
         "Time and bytes of a mini-batch",
         f"{WORKERS} replicas; {1000 * COMPUTE:.0f} ms of compute are assumed for each. “Times” is over fp32's ring.",
@@ -172,10 +174,10 @@ def sheets(plan: Plan, found: Found, cost: list[Row]) -> list[Sheet]:
 
 
 def claims(plan: Plan, found: Found, cost: list[Row]) -> list[Claim]:
-    """Dryden's two, for each codec."""
+    """The two claims of Dryden et al., for each codec."""
     made = []
     for codec in TRAINED:
-        far = apart(found.parts.get("MLP", {}), codec, PLAIN, plan.evaluate_on)
+        far = row_difference(found.parts.get("MLP", {}), codec, PLAIN, plan.evaluate_on)
         if far is not None:
             below = far.above(-0.1)
             what = f"{codec} is as accurate as fp32, to a tenth of a point"
@@ -190,7 +192,7 @@ def claims(plan: Plan, found: Found, cost: list[Row]) -> list[Claim]:
 
 
 def rests_on(plan: Plan, numel: int) -> list[str]:
-    """Length and seeds, here and there."""
+    """Length and seeds, here and in the paper."""
     return [
         f"Here: {numel / 1e6:.1f} M parameters; {plan.length}; the images are the first of MNIST's {MNIST:,}, the same "
         f"for every row and seed; {seeds_text(plan.seeds)}; Adam 0.0003 with cosine; {plan.evaluate_on} test images.",
@@ -203,9 +205,9 @@ def rests_on(plan: Plan, numel: int) -> list[str]:
 
 
 MEASURED = [
-    "Measured: losses, accuracies and the bytes of the first sheet, from training; “codec ms”, processor time of one "
+    "Measured: losses, accuracies and the bytes of the first table, from training; “codec ms”, processor time of one "
     "rank's `encode_chunks`, `reduce` and `gather` at this number of parameters, on normal noise, one thread.",
-    "Modelled: the network (`weightgrad.sim.lan.Lan`, a ring, 20 µs one way), and the compute, which is assumed. "
+    "Modelled: the network (`LocalNetwork` of the simulator, a ring, 20 µs one way). The compute time is assumed. "
     "Nothing overlaps. The simulator's own virtual times are not used: they count encoding only.",
     "Chunks of an allreduce are vectors: one-bit and adaptive have a pair of means for each 32,768 elements, where "
     "Dryden has one for each column. One-bit and adaptive keep their error; qsgd keeps that of the way back.",
@@ -213,15 +215,15 @@ MEASURED = [
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Train what is missing, measure the codecs at this size, and conclude."""
+    """Make the missing runs, measure the codecs at this size, and make the document."""
     found = run(wanted(plan), options)
     every = found.all()
     numel = int(every[0].summary["parameters"]) if every else 0
-    cost = times(plan, numel, Notebook(options.runs / options.name / "measured.json"))
+    cost = times(plan, numel, MeasurementCache(options.runs / options.name / "measured.json"))
     return Document(
         title="Dryden's dense network: Adam on MNIST with 4 replicas",
         rests_on=[*rests_on(plan, numel), *found.facts()],
-        sheets=sheets(plan, found, cost),
+        tables=tables(plan, found, cost),
         claims=claims(plan, found, cost),
         measured=MEASURED,
         failures=found.failures,

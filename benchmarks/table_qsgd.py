@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import validation_split
-from field_sheet import Row, Sheet
-from table_runs import Cell, Found, Strategy, apart, cells, columns, rows, run, sheet
+from result_table import ResultTable, Row
+from table_runs import Cell, Found, Strategy, cells, columns, row_difference, rows, run, table
 from tables import Claim, Document, Options, main, number
 
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.report.runs import Run
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.comparison_table import seeds_text
+from weightgrad.lab.report.runs import Run
 
 BITS = (2, 4, 8)
 PLAIN = "fp32"
@@ -32,10 +32,10 @@ RATES = {"lenet": 0.05, "alexnet32": 0.02, "resnet20": 0.1, "resnet110": 0.1, "r
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long, on how many nodes."""
+    """The length of the runs and the number of nodes."""
 
     steps: int = number(200, "steps of LeNet")
-    seeds: int = number(3, "runs of each row of LeNet")
+    seeds: int = number(3, "seeds of each row of LeNet")
     cifar_seeds: int = number(3, "the same, AlexNet and ResNet-20")
     alexnet_steps: int = number(60, "steps of AlexNet")
     resnet_steps: int = number(30, "steps of ResNet-20")
@@ -63,7 +63,7 @@ QUICK = Plan(
 
 
 def recipe(model: str, split: validation_split.Split, plan: Plan, nodes: int) -> Recipe:
-    """Nodes with one worker each around a server that has no limit of its own, 1 Gbit/s to everybody."""
+    """Nodes of one worker, with links of 1 Gbit/s to a server whose own network is unlimited."""
     steps = {"lenet": plan.steps, "alexnet32": plan.alexnet_steps, "resnet20": plan.resnet_steps}
     length = steps.get(model, plan.timing_steps)
     tested = {"lenet": plan.evaluate_on, "resnet110": 20, "resnet50": 8}.get(model, plan.cifar_evaluate_on)
@@ -89,7 +89,7 @@ def recipe(model: str, split: validation_split.Split, plan: Plan, nodes: int) ->
 
 
 def coded(bits: int, rounding: str = "stochastic", *, feedback: bool = False) -> dict[str, Strategy]:
-    """A row: QSGD both ways, one worker a node, nothing sent after the last step."""
+    """One row: QSGD in both directions, and nothing is sent after the last step."""
     codec = f"qsgd(bits={bits}, rounding='{rounding}')"
     codec = f"ef({codec})" if feedback else codec
     label = f"{bits} bits, {rounding}{', error feedback' if feedback else ''}"
@@ -98,7 +98,7 @@ def coded(bits: int, rounding: str = "stochastic", *, feedback: bool = False) ->
 
 
 def grid() -> dict[str, Strategy]:
-    """All of it."""
+    """All rows of the grid."""
     made: dict[str, Strategy] = {PLAIN: "baseline"}
     for feedback in (False, True):
         for rounding in ("stochastic", "nearest"):
@@ -108,7 +108,7 @@ def grid() -> dict[str, Strategy]:
 
 
 def few() -> dict[str, Strategy]:
-    """QSGD as published, by bits."""
+    """The rows of QSGD as published, one for each number of bits."""
     made: dict[str, Strategy] = {PLAIN: "baseline"}
     for bits in BITS:
         made |= coded(bits)
@@ -116,14 +116,14 @@ def few() -> dict[str, Strategy]:
 
 
 def part_name(model: str, nodes: int) -> str:
-    """How a part of the table is called."""
+    """The name of a part of the table."""
     names = {"lenet": "LeNet", "alexnet32": "AlexNet", "resnet20": "ResNet-20"}
     shown = names.get(model, model.replace("resnet", "ResNet-"))
     return f"{shown}, {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def wanted(plan: Plan, options: Options) -> list[Cell]:
-    """Every run, the longest first."""
+    """All runs, the longest first."""
     place = options.runs / options.name / "validation"
     cifar, fashion = validation_split.cifar10(place), validation_split.fashion_mnist(place)
     most = plan.most_nodes
@@ -141,8 +141,8 @@ def wanted(plan: Plan, options: Options) -> list[Cell]:
     return found
 
 
-def sheets(found: Found) -> list[Sheet]:
-    """LeNet's grid, its nodes, the networks of CIFAR-10, and those for times and bytes only."""
+def tables(found: Found) -> list[ResultTable]:
+    """A table for each model and number of nodes."""
     shown = columns("accuracy", "spread", "points", "loss", "step_ms", "speedup", first="")
     sent = [("kB a node, step and way", "kb", "{:.4g}"), ("fewer bytes", "ratio", "{:.3g}")]
     made = []
@@ -153,7 +153,7 @@ def sheets(found: Found) -> list[Sheet]:
         about += f", {training['evaluate_on']} held-out images, {seeds_text(len(next(iter(runs.values()))))}."
         if _is_timing(part):
             about += " For times and bytes: accuracies mean nothing after so few steps."
-        made.append(sheet(part, about, [*shown, *sent], runs))
+        made.append(table(part, about, [*shown, *sent], runs))
         for row in made[-1].rows:
             row["kb"] = None if row["diverged"] else 1000 * row["wan_mb"] / nodes / training["steps"] / 2
     return made
@@ -163,12 +163,14 @@ def _is_timing(part: str) -> bool:
     return part.startswith(("ResNet-50", "ResNet-110"))
 
 
-def by_nodes(found: Found) -> Sheet:
-    """LeNet's accuracy by nodes and bits."""
+def by_nodes(found: Found) -> ResultTable:
+    """The accuracy of LeNet by nodes and bits."""
     parts = {part: rows(runs) for part, runs in found.parts.items() if part.startswith("LeNet")}
     order = sorted(parts, key=lambda part: int(part.split()[1]))
     headings = [(part.removeprefix("LeNet, "), part, "{}") for part in order]
-    made = Sheet("nodes", "LeNet by nodes", "Accuracy % ± over the seeds; speedup over fp32 in brackets.", headings)
+    made = ResultTable(
+        "nodes", "LeNet by nodes", "Accuracy % ± over the seeds; speedup over fp32 in brackets.", headings
+    )
     made.columns.insert(0, ("", "row", "{}"))
     for name in few():
         cells_: Row = {"row": name}
@@ -182,14 +184,14 @@ def by_nodes(found: Found) -> Sheet:
 
 
 def claims(found: Found, plan: Plan) -> list[Claim]:
-    """The report's two, and what the parts are said to be for."""
+    """The two claims of the report, and what rounding and error feedback should do."""
     made = []
     for part, runs in found.parts.items():
         if _is_timing(part):
             continue
         tested = _tested(runs)
         for bits, word, limit in ((8, "4 times fewer bytes are free", 0.5), (4, "8 times fewer nearly free", 1.0)):
-            far = apart(runs, f"{bits} bits, stochastic", PLAIN, tested)
+            far = row_difference(runs, f"{bits} bits, stochastic", PLAIN, tested)
             if far is not None:
                 what = f"{part}: {word}: {bits} bits lose at most {limit} points."
                 made.append(Claim(what, far.above(-limit), f"{far.text()}."))
@@ -197,7 +199,7 @@ def claims(found: Found, plan: Plan) -> list[Claim]:
 
 
 def _tested(runs: Mapping[str, Sequence[Run]]) -> int:
-    """Images that the accuracies are of: as many as wanted, or as are held out."""
+    """The number of images that the accuracies are measured on."""
     return int(next(iter(runs.values()))[0].recipe["training"]["evaluate_on"])
 
 
@@ -210,7 +212,7 @@ def _grid_claims(runs: Mapping[str, Sequence[Run]]) -> list[Claim]:
             ("stochastic, error feedback", "stochastic", "error feedback helps stochastic rounding"),
             ("nearest, error feedback", "nearest", "error feedback helps rounding to the nearest"),
         ):
-            far = apart(runs, f"{bits} bits, {better}", f"{bits} bits, {worse}", tested)
+            far = row_difference(runs, f"{bits} bits, {better}", f"{bits} bits, {worse}", tested)
             if far is not None:
                 made.append(Claim(f"LeNet, {bits} bits: {why}.", far.above(0.0), f"{far.text()}."))
     return made
@@ -227,7 +229,7 @@ MEASURED = [
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Run what is missing, and conclude."""
+    """Make the missing runs, and the document."""
     found = run(wanted(plan, options), options)
     both = f"{plan.alexnet_steps} steps of AlexNet and {plan.resnet_steps} of ResNet-20"
     lengths = f"{both}, {seeds_text(plan.cifar_seeds)}"
@@ -242,7 +244,7 @@ def make(plan: Plan, options: Options) -> Document:
             "times fewer bytes free and 8 times nearly free. Our notes have neither its epochs nor its number of runs.",
             *found.facts(),
         ],
-        sheets=[by_nodes(found), *sheets(found)],
+        tables=[by_nodes(found), *tables(found)],
         claims=claims(found, plan),
         measured=MEASURED,
         failures=found.failures,

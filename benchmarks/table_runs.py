@@ -1,9 +1,9 @@
-"""The simulated runs of a table: made where they are missing, read back, and compared row by row.
+"""The simulated runs of a table: made where they are missing, read back, and compared.
 
     runs/tables/NAME/PART/ROW-HASH/seed-0
 
-The hash is of the recipe and of the strategy's row as it is now, so a run stands for exactly what made it: a
-finished one is not made again, and one of an older row or plan is left alone.
+The hash is that of the recipe and of the strategy as it is now, so a directory belongs to exactly what made it. A
+finished run is not made again, and a run of an older strategy or plan is left alone.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from field_sheet import Row, Sheet
+from result_table import ResultTable, Row
 from rich.console import Console
 from tables import Difference, Options, difference
 
 from weightgrad.errors import RunError, WeightGradError
-from weightgrad.report import comparison, sweep
-from weightgrad.report.choices import Choice, safe_name
-from weightgrad.report.progress import watching
-from weightgrad.report.runs import Run
-from weightgrad.train import run as train_run
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report import comparison, sweep
+from weightgrad.lab.report.choices import Choice, safe_name
+from weightgrad.lab.report.progress import watching
+from weightgrad.lab.report.runs import Run
+from weightgrad.lab.run import simulation as train_run
 
-Strategy = str | Mapping[str, Any]  # a name, or a mapping with a name and what to change in its row
+Strategy = str | Mapping[str, Any]  # a name, or a mapping with a name and changes
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a part of the table, a row of it, and the recipe with its seed."""
+    """One run: the part and the row of the table that it belongs to, and the recipe with its seed."""
 
     part: str
     row: str
     recipe: Recipe
 
     def job(self, runs: Path) -> sweep.Job:
-        own = {**self.recipe.dump(), "seed": 0, "row": train_run.chosen_strategy(self.recipe).row()}
+        own = {**self.recipe.dump(), "seed": 0, "row": train_run.chosen_strategy(self.recipe).to_dict()}
         mark = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
         seed = self.recipe.seed
         directory = runs / safe_name(self.part) / f"{safe_name(self.row)}-{mark}" / f"seed-{seed}"
@@ -48,7 +48,7 @@ class Cell:
 
 
 def cells(part: str, recipe: Recipe, rows: Mapping[str, Strategy], seeds: int) -> list[Cell]:
-    """Seed by seed, every row."""
+    """The runs of every row, seed by seed."""
     found = []
     for seed in range(seeds):
         for row, strategy in rows.items():
@@ -68,7 +68,7 @@ class Found:
         return [run for part in self.parts.values() for runs in part.values() for run in runs]
 
     def facts(self) -> list[str]:
-        """When the runs were made and what they cost."""
+        """When the runs were made and how long they took."""
         walls = [run.wall for run in self.all() if run.wall]
         dates = sorted({str(wall["date"])[:10] for wall in walls})
         minutes = sum(float(wall["wall_seconds"]) for wall in walls) / 60
@@ -89,7 +89,7 @@ def finished(job: sweep.Job) -> bool:
 
 
 def run(wanted: Sequence[Cell], options: Options) -> Found:
-    """Make what is missing, so many at a time, and read all of it."""
+    """Make the missing runs, several at a time, and read all of them."""
     console = Console(stderr=True, highlight=False)
     jobs = [cell.job(options.runs / options.name) for cell in wanted]
     todo = [job for job in jobs if not finished(job)]
@@ -98,12 +98,12 @@ def run(wanted: Sequence[Cell], options: Options) -> Found:
     failures: dict[str, str] = {}
     if options.jobs:
         with watching(console, runs=len(todo), part=0.5) as watcher:
-            failures = sweep.run(todo, processes=options.jobs, simulate=train_run.simulate, watcher=watcher)
+            failures = sweep.run(todo, processes=options.jobs, simulate=train_run.simulate, listener=watcher)
     else:
         failures = {job.label: error for job in todo if (error := _simulate(job))}
     found = Found()
     for cell, job in zip(wanted, jobs, strict=True):
-        if finished(job):  # also one that failed by diverging before its first evaluation: it would do so again
+        if finished(job):  # a run that diverged is finished too: it would diverge again
             part = found.parts.setdefault(cell.part, {})
             part.setdefault(cell.row, []).append(Run.read(job.directory))
         else:
@@ -112,7 +112,7 @@ def run(wanted: Sequence[Cell], options: Options) -> Found:
 
 
 def _simulate(job: sweep.Job) -> str | None:
-    """In this process; what went wrong."""
+    """Run in this process; returns the error, or None."""
     try:
         train_run.simulate(job.recipe, job.directory)
     except WeightGradError as error:
@@ -121,7 +121,7 @@ def _simulate(job: sweep.Job) -> str | None:
 
 
 def rows(part: Mapping[str, Sequence[Run]]) -> list[Row]:
-    """A part as numbers, against `baseline` or its first row: what each row reached, when, and what it cost."""
+    """A part as numbers: the accuracy, time and bytes of each row, compared with `baseline` or with the first row."""
     if not part:
         return []
     made = comparison.compare(part)
@@ -157,9 +157,9 @@ def rows(part: Mapping[str, Sequence[Run]]) -> list[Row]:
     return found
 
 
-def sheet(name: str, about: str, shown: list[tuple[str, str, str]], part: Mapping[str, Sequence[Run]]) -> Sheet:
-    """A part as a table, with a note for what diverged."""
-    made = Sheet(name, name, about, shown, rows(part))
+def table(name: str, about: str, shown: list[tuple[str, str, str]], part: Mapping[str, Sequence[Run]]) -> ResultTable:
+    """A part as a table, with a note about runs that diverged."""
+    made = ResultTable(name, name, about, shown, rows(part))
     lost = [f"{row['name']} {row['diverged']} of {row['seeds']}" for row in made.rows if row["diverged"]]
     if lost:
         made.notes.append(f"† diverged, and counts with its last evaluation, if it had one: {', '.join(lost)}.")
@@ -186,12 +186,17 @@ COLUMNS = {
 
 
 def columns(*names: str, first: str = "strategy") -> list[tuple[str, str, str]]:
-    """Columns of a sheet over `rows`, after the row's own name."""
+    """The columns of a table of `rows`, after the name of the row."""
     return [(first, "row", "{}"), *(COLUMNS[name] for name in names)]
 
 
-def apart(part: Mapping[str, Sequence[Run]], row: str, reference: str, tested: int) -> Difference | None:
-    """How far two rows of a part are apart in accuracy, over the seeds that both have; None: there is none."""
-    both = [{run.seed: run.summary["accuracy"] for run in part.get(name, ())} for name in (row, reference)]
+def row_difference(part: Mapping[str, Sequence[Run]], row: str, reference: str, tested: int) -> Difference | None:
+    """The difference of two rows of a part in accuracy; None if no seed has both."""
+    return paired(part.get(row, ()), part.get(reference, ()), tested)
+
+
+def paired(runs: Sequence[Run], references: Sequence[Run], tested: int) -> Difference | None:
+    """The difference in accuracy over the seeds that both lists have; None if they have none in common."""
+    both = [{run.seed: run.summary["accuracy"] for run in group} for group in (runs, references)]
     seeds = [s for s in both[0] if both[0][s] is not None and both[1].get(s) is not None]
     return difference([both[0][s] for s in seeds], [both[1][s] for s in seeds], tested) if seeds else None

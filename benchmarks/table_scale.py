@@ -3,8 +3,8 @@
     python benchmarks/table_scale.py --quick
     python benchmarks/table_scale.py                           # about 7 minutes on two cores
 
-The same training (data, batch, steps) is cut into ever more sites, each behind a line of its own; the server's
-network card is shared by all. Then the real `GlobalServer` takes pushes of as many sites and is timed and weighed.
+The same training (data, batch, steps) is divided among more and more sites, each behind its own link; all share the
+network card of the server. Then the time and memory of the real `ServerState` are measured with as many sites.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ import json
 from dataclasses import dataclass
 
 import server_cost
-from allreduce_ranks import Notebook
-from field_sheet import Row, Sheet, parameters
+from charts import Lines
+from result_table import MeasurementCache, ResultTable, Row, parameters
 from server_cost import Case
-from table_charts import lines
 from table_runs import Cell, Found, cells, columns, rows, run
 from tables import Claim, Document, Options, main, number
 
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.train.recipe import Recipe
-from weightgrad.wan import strategies
+from weightgrad.core import strategies
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.comparison_table import seeds_text
 
-ROWS = ("baseline", "diloco", "weightgrad", "auto")
+STRATEGIES = ("baseline", "diloco", "weightgrad", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long, how many."""
+    """The length of the runs, and the numbers of sites and parameters."""
 
     sites: tuple[int, ...] = (2, 5, 10, 25, 50, 100)
     numels: tuple[int, ...] = (1_000_000, 10_000_000)
     steps: int = number(150, "steps of a run")
-    seeds: int = number(1, "runs of each row")
+    seeds: int = number(1, "seeds of each row")
     batch: int = number(400, "images a step over all sites")
     width: int = number(64, "units of the model's hidden layer")
     rounds: int = number(3, "rounds of the server, of which the best counts")
@@ -66,8 +65,8 @@ def recipe(plan: Plan, sites: int) -> Recipe:
 
 
 def wanted(plan: Plan) -> list[Cell]:
-    """The largest first."""
-    chosen = {name: name for name in ROWS if name in strategies.TABLE}
+    """All runs, the largest first."""
+    chosen = {name: name for name in STRATEGIES if name in strategies.PRESETS}
     return [
         cell
         for sites in sorted(plan.sites, reverse=True)
@@ -75,16 +74,18 @@ def wanted(plan: Plan) -> list[Cell]:
     ]
 
 
-def costs(plan: Plan, notebook: Notebook) -> list[Row]:
-    """The server, for every row, number of sites and size of model that fits."""
+def costs(plan: Plan, cache: MeasurementCache) -> list[Row]:
+    """The cost of the server for every strategy, number of sites and size of the model that fits into memory."""
     found = []
     for numel in plan.numels:
-        for name in ROWS:
+        for name in STRATEGIES:
             for sites in plan.sites:
-                if name in strategies.TABLE:
-                    own = json.dumps(strategies.find(name).row(), sort_keys=True)  # a changed row is measured again
+                if name in strategies.PRESETS:
+                    own = json.dumps(
+                        strategies.find(name).to_dict(), sort_keys=True
+                    )  # a changed strategy is measured again
                     how = functools.partial(_cost, Case(name, sites, numel), plan.rounds)
-                    row = notebook.get(f"{sites} {numel} {plan.rounds} {own}", how)
+                    row = cache.get(f"{sites} {numel} {plan.rounds} {own}", how)
                     found += [{**row, "shown": parameters(numel)}] if row else []
     return found
 
@@ -107,10 +108,10 @@ def _site_kb(row: Row, sites: int) -> float:
     return 1000 * float(row["wan_mb"]) / sites
 
 
-def sheets(found: Found, cost: list[Row]) -> list[Sheet]:
-    """Runs by sites, and the server."""
+def tables(found: Found, cost: list[Row]) -> list[ResultTable]:
+    """The runs by number of sites, and the cost of the server."""
     shown = columns("accuracy", "seconds", "step_ms", "speedup", "waiting", "wan_mb", "ratio")
-    simulated = Sheet(
+    simulated = ResultTable(
         "runs",
         "The same training by sites",
         "Speedup, and how many times fewer bytes, are against the baseline with as many sites.",
@@ -120,7 +121,7 @@ def sheets(found: Found, cost: list[Row]) -> list[Sheet]:
     simulated.rows = [
         of[name][n] for n in sorted({n for row in of.values() for n in row}) for name in of if n in of[name]
     ]
-    server = Sheet(
+    server = ResultTable(
         "server",
         "The global server",
         "Processor time to take one site's update (decode, add, and its share of closing the round: aggregate, encode, "
@@ -128,7 +129,7 @@ def sheets(found: Found, cost: list[Row]) -> list[Sheet]:
         "of a round have come, in the order of the sites' names, and in the worst one, when encoded pushes must wait.",
         [
             *(("strategy", "strategy", "{}"), ("parameters", "shown", "{}"), ("sites", "sites", "{:d}")),
-            *(("push kB", "push_kb", "{:.4g}"), ("answer kB", "answer_kb", "{:.4g}")),
+            *(("push kB", "push_kb", "{:.4g}"), ("result kB", "result_kb", "{:.4g}")),
             *(("ms an update", "update_ms", "{:.3g}"), ("passes", "passes", "{:.2f}")),
             *(("ms a round", "round_ms", "{:.4g}"), ("MB held", "held_mb", "{:.4g}")),
             *(("in models", "held_models", "{:.2f}"), ("MB held, worst order", "backwards_mb", "{:.4g}")),
@@ -139,7 +140,7 @@ def sheets(found: Found, cost: list[Row]) -> list[Sheet]:
 
 
 def claims(found: Found, cost: list[Row]) -> list[Claim]:
-    """What a design for many sites must hold."""
+    """What a design for many sites must achieve."""
     made = []
     for name, of in by_sites(found).items():
         few, many = of[min(of)], of[max(of)]
@@ -149,7 +150,7 @@ def claims(found: Found, cost: list[Row]) -> list[Claim]:
             Claim(what, slower <= 1.1, f"{few['seconds']:.3g} s and {many['seconds']:.3g} s: {slower:.2f} times.")
         )
     for numel in sorted({row["numel"] for row in cost}):
-        for name in ROWS:
+        for name in STRATEGIES:
             of_name = sorted(
                 (r for r in cost if (r["strategy"], r["numel"]) == (name, numel)), key=lambda row: int(row["sites"])
             )
@@ -172,22 +173,28 @@ def claims(found: Found, cost: list[Row]) -> list[Claim]:
 
 
 MEASURED = [
-    "Measured: losses, accuracies and bytes of the runs; processor time and tensors of the real `GlobalServer`, with "
+    "Measured: losses, accuracies and bytes of the runs; processor time and tensors of the real `ServerState`, with "
     "real payloads of normal noise, in one process, without a network around it (`benchmarks/bench_field.py` has that: "
     "TLS, disk, processes).",
-    "Modelled: the seconds of the runs. A step computes 50 ms with 10 % jitter whatever the number of sites, lines are "
+    "Modelled: the seconds of the runs. A step computes 50 ms with 10 % jitter whatever the number of sites, links are "
     "10 Mbit/s and 40 ms, the server's card 1 Gbit/s; its processor time is modelled as decoding and encoding only.",
 ]
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Run and measure what is missing, and conclude."""
+    """Make the missing runs and measurements, and the document."""
     found = run(wanted(plan), options)
-    cost = costs(plan, Notebook(options.runs / options.name / "measured.json"))
+    cost = costs(plan, MeasurementCache(options.runs / options.name / "measured.json"))
     of = by_sites(found)
     times = {name: [(float(n), float(row["step_ms"])) for n, row in runs.items()] for name, runs in of.items()}
-    chart = lines(times, title="Virtual time of a step by sites", x="sites, log scale", y="ms, log scale", log_y=True)
-    left_out = len(plan.numels) * len([n for n in ROWS if n in strategies.TABLE]) * len(plan.sites) - len(cost)
+    chart = Lines(
+        title="Virtual time of a step by the number of sites",
+        x="sites, log scale",
+        y="ms a step, log scale",
+        series=times,
+        log_y=True,
+    )
+    left_out = len(plan.numels) * len([n for n in STRATEGIES if n in strategies.PRESETS]) * len(plan.sites) - len(cost)
     small = next(iter(found.all()), None)
     return Document(
         title="Scale: 2 to 100 sites, and the global server's cost",
@@ -199,10 +206,10 @@ def make(plan: Plan, options: Options) -> Document:
             *([f"{left_out} servers were left out: the pushes of a round would be above 1.5 GB."] if left_out else []),
             *found.facts(),
         ],
-        sheets=sheets(found, cost),
+        tables=tables(found, cost),
         claims=claims(found, cost),
         measured=MEASURED,
-        charts={"step-time": chart} if chart else {},
+        charts={"step-time": chart},
         failures=found.failures,
     )
 

@@ -1,4 +1,4 @@
-"""Sites that are not alike: Dirichlet skew of the labels, alpha 0.1, 1 and none, for five strategies.
+"""Skewed sites: labels by a Dirichlet distribution with alpha 0.1 and 1, or without skew, for five strategies.
 
     python benchmarks/table_skew.py --quick
     python benchmarks/table_skew.py                            # about 9 minutes on two cores
@@ -13,16 +13,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from field_sheet import Row, Sheet
-from table_runs import Cell, Found, apart, cells, columns, rows, run, sheet
-from tables import Claim, Difference, Document, Options, difference, main, number
+from result_table import ResultTable, Row
+from table_runs import Cell, Found, cells, columns, paired, row_difference, rows, run, table
+from tables import Claim, Difference, Document, Options, main, number
 
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.report.runs import Run
-from weightgrad.train.recipe import Recipe
-from weightgrad.wan import strategies
+from weightgrad.core import strategies
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.comparison_table import seeds_text
+from weightgrad.lab.report.runs import Run
 
-ROWS = ("baseline", "gaia", "diloco", "weightgrad", "auto")
+STRATEGIES = ("baseline", "gaia", "diloco", "weightgrad", "auto")
 IID = "iid"
 SHARDS = {IID: "iid", "α = 1": "{dirichlet: 1.0}", "α = 0.1": "{dirichlet: 0.1}"}  # noqa: RUF001
 LINKS = (("virginia", 50, 6), ("frankfurt", 30, 50), ("tokyo", 20, 65), ("sydney", 20, 90))  # Mbit/s, ms
@@ -30,10 +30,10 @@ LINKS = (("virginia", 50, 6), ("frankfurt", 30, 50), ("tokyo", 20, 65), ("sydney
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long, on what."""
+    """The length of the runs, the model and the data."""
 
     steps: int = number(500, "steps")
-    seeds: int = number(3, "runs of each row")
+    seeds: int = number(3, "seeds of each row")
     batch: int = number(128, "images a step over all workers")
     evaluate_on: int = number(5000, "test images")
     data: str = "fashion-mnist"
@@ -70,28 +70,27 @@ def recipe(plan: Plan, shards: str) -> Recipe:
 
 
 def wanted(plan: Plan) -> list[Cell]:
-    """Every skew, every row there is."""
-    chosen = {name: name for name in ROWS if name in strategies.TABLE}
+    """The runs of every strategy at every skew."""
+    chosen = {name: name for name in STRATEGIES if name in strategies.PRESETS}
     return [cell for part, shards in SHARDS.items() for cell in cells(part, recipe(plan, shards), chosen, plan.seeds)]
 
 
 def cost(found: Found, row: str, skew: str, tested: int) -> Difference | None:
-    """What the skew costs a row, against itself without: points, seed by seed."""
-    both = [{run.seed: run.summary["accuracy"] for run in found.parts.get(p, {}).get(row, ())} for p in (skew, IID)]
-    seeds = [s for s in both[0] if both[0][s] is not None and both[1].get(s) is not None]
-    return difference([both[0][s] for s in seeds], [both[1][s] for s in seeds], tested) if seeds else None
+    """The accuracy that a skew costs a strategy, in points, seed by seed; None if there are no such runs."""
+    skewed, without = (found.parts.get(part, {}).get(row, ()) for part in (skew, IID))
+    return paired(skewed, without, tested)
 
 
-def by_row(found: Found) -> Sheet:
-    """Accuracy by row and skew."""
-    made = Sheet(
+def by_row(found: Found) -> ResultTable:
+    """Accuracy by strategy and skew."""
+    made = ResultTable(
         "skew",
         "Accuracy by skew",
         "% ± over the seeds; in brackets the points that the skew costs the same strategy.",
         [("strategy", "row", "{}"), *((part, part, "{}") for part in SHARDS)],
     )
     by_part = {part: {row["name"]: row for row in rows(runs)} for part, runs in found.parts.items()}
-    for name in ROWS:
+    for name in STRATEGIES:
         line: Row = {"row": name}
         for part in SHARDS:
             row = by_part.get(part, {}).get(name)
@@ -105,15 +104,15 @@ def by_row(found: Found) -> Sheet:
     return made
 
 
-def sheets(found: Found) -> list[Sheet]:
-    """The summary, and a sheet for each skew."""
+def tables(found: Found) -> list[ResultTable]:
+    """A summary, and a table for each skew."""
     shown = columns("accuracy", "spread", "points", "seconds", "speedup_to", "reached", "wan_mb", "ratio", "waiting")
     about = "Δ and speedup are against the baseline with the same skew; speedup to 99 % of what it ends with."
-    return [by_row(found), *(sheet(part, about, shown, runs) for part, runs in found.parts.items())]
+    return [by_row(found), *(table(part, about, shown, runs) for part, runs in found.parts.items())]
 
 
 def claims(found: Found, plan: Plan) -> list[Claim]:
-    """Hsieh et al.'s, and what one hopes for."""
+    """The claims of Hsieh et al., and that each strategy stays close to the baseline."""
     made = []
     for skew in list(SHARDS)[1:]:
         lost = cost(found, "baseline", skew, plan.evaluate_on)
@@ -121,8 +120,8 @@ def claims(found: Found, plan: Plan) -> list[Claim]:
             what = f"{skew}: skew costs the baseline nothing, which averages every step (at most a point)."
             made.append(Claim(what, lost.above(-1.0), f"{lost.text()}."))
         runs: Mapping[str, Sequence[Run]] = found.parts.get(skew, {})
-        for name in ROWS[1:]:
-            far = apart(runs, name, "baseline", plan.evaluate_on)
+        for name in STRATEGIES[1:]:
+            far = row_difference(runs, name, "baseline", plan.evaluate_on)
             own = cost(found, name, skew, plan.evaluate_on)
             if far is not None and own is not None:
                 what = f"{skew}: {name} stays within a point of the baseline with the same skew."
@@ -131,7 +130,7 @@ def claims(found: Found, plan: Plan) -> list[Claim]:
 
 
 MEASURED = [
-    "Measured: losses, accuracies of the base on test data that is not skewed, bytes of every message.",
+    "Measured: losses, accuracies of the global model on test data that is not skewed, bytes of every message.",
     "Modelled: seconds. A step takes 20 ms with 10 % jitter, links are "
     + ", ".join(f"{name} {speed} Mbit/s and {delay} ms" for name, speed, delay in LINKS)
     + "; codecs cost what `weightgrad bench codecs` measured.",
@@ -140,21 +139,21 @@ MEASURED = [
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Run what is missing, and conclude."""
+    """Make the missing runs, and the document."""
     found = run(wanted(plan), options)
-    missing = [name for name in ROWS if name not in strategies.TABLE]
+    missing = [name for name in STRATEGIES if name not in strategies.PRESETS]
     return Document(
-        title="Sites that are not alike",
+        title="Skewed sites",
         rests_on=[
             f"Here: 4 sites of 2 workers, {plan.model} on {plan.data}, {plan.steps} steps of {plan.batch} images, "
             f"{seeds_text(plan.seeds)}, SGD 0.05 with momentum 0.9 and cosine, {plan.evaluate_on} test images. The "
             "seed decides who has which labels, too.",
             "Published: Hsu et al. (2019) train for thousands of rounds on CIFAR-10 with 100 clients, Hsieh et al. "
             "(2020) several networks to the end. Neither is one table to repeat: the direction is what is tested.",
-            *([f"Rows that this version does not have: {', '.join(missing)}."] if missing else []),
+            *([f"Strategies that this version does not have: {', '.join(missing)}."] if missing else []),
             *found.facts(),
         ],
-        sheets=sheets(found),
+        tables=tables(found),
         claims=claims(found, plan),
         measured=MEASURED,
         failures=found.failures,

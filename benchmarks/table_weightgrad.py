@@ -13,17 +13,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from field_sheet import Sheet
-from table_charts import lines, losses
-from table_runs import Cell, Found, apart, cells, columns, rows, run, sheet
+from charts import Accuracies, Bar, Bars, Chart, Lines, losses
+from result_table import ResultTable
+from table_runs import Cell, Found, cells, columns, row_difference, rows, run, table
 from tables import ROOT, Claim, Document, Options, main, number
 
-from weightgrad.report import bars, curves
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.train.recipe import Recipe
-from weightgrad.wan import strategies
+from weightgrad.core import strategies
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.comparison_table import seeds_text
 
-ROWS = ("baseline", "gaia", "terngrad", "dgc", "weightgrad", "weightgrad-serial", "weightgrad-paper")
+STRATEGIES = ("baseline", "gaia", "terngrad", "dgc", "weightgrad", "weightgrad-serial", "weightgrad-paper")
 # Accuracy and speedup as published, by part and row; weightgrad stands for its serial variant, the tuned one.
 PAPER_ACCURACY = {
     "CifarNet, 4 workers": {"baseline": 84.56, "gaia": 83.48, "terngrad": 82.41, "weightgrad": 84.56},
@@ -39,11 +38,11 @@ NEAR = 0.2  # points: the paper's WeightGrad is at most 0.02 from its baseline; 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long."""
+    """The length of the runs."""
 
     steps: int = number(200, "steps of CifarNet")
     vgg_steps: int = number(24, "steps of VGG-A")
-    seeds: int = number(1, "runs of each row")
+    seeds: int = number(1, "seeds of each row")
     batch: int = number(128, "images a step over all workers, CifarNet")
     vgg_batch: int = number(64, "the same for VGG-A")
     evaluate_on: int = number(2000, "test images, CifarNet")
@@ -54,7 +53,7 @@ QUICK = Plan(steps=4, vgg_steps=2, batch=16, vgg_batch=8, evaluate_on=100, vgg_e
 
 
 def recipes(plan: Plan) -> dict[str, Recipe]:
-    """By part. CifarNet computes 30 ms a step; VGG-A six times that, as on this machine."""
+    """The recipes by part. CifarNet computes for 30 ms a step, VGG-A for six times that, as on this machine."""
     paper = Recipe.load(ROOT / "recipes" / "paper.yaml")
     cifarnet = [
         f"training.steps={plan.steps}",
@@ -79,18 +78,18 @@ def recipes(plan: Plan) -> dict[str, Recipe]:
 
 
 def wanted(plan: Plan) -> list[Cell]:
-    """Every run, the cheapest part first."""
-    same = {name: name for name in ROWS}
+    """All runs, the cheapest part first."""
+    same = {name: name for name in STRATEGIES}
     return [cell for part, recipe in recipes(plan).items() for cell in cells(part, recipe, same, plan.seeds)]
 
 
-def sheets(found: Found) -> list[Sheet]:
-    """One for each part, the published numbers beside ours."""
+def tables(found: Found) -> list[ResultTable]:
+    """A table for each part, with the published numbers beside the measured ones."""
     made = []
     shown = columns("accuracy", "spread", "points", "loss", "seconds", "speedup", "speedup_to", "wan_mb", "ratio")
     published = [("paper: accuracy %", "paper_accuracy", "{:.2f}"), ("paper: speedup", "paper_speedup", "{:.2f}")]
     for part, runs in found.parts.items():
-        made.append(sheet(part, f"{_length(found, part)}.", [*shown, *published], runs))
+        made.append(table(part, f"{_length(found, part)}.", [*shown, *published], runs))
         for row in made[-1].rows:
             row["paper_accuracy"] = PAPER_ACCURACY[part].get(row["name"])
             row["paper_speedup"] = PAPER_SPEEDUP.get(part, {}).get(row["name"])
@@ -104,7 +103,7 @@ def _length(found: Found, part: str) -> str:
 
 
 def claims(found: Found, plan: Plan) -> list[Claim]:
-    """The paper's, one by one, each part by itself."""
+    """The claims of the paper, for each part."""
     made = []
     for part, runs in found.parts.items():
         numbers = {row["name"]: row for row in rows(runs)}
@@ -123,18 +122,18 @@ def _accuracy(part: str, found: Found, tested: int) -> list[Claim]:
     runs, published, made = found.parts[part], PAPER_ACCURACY[part], []
     theirs = published["weightgrad"] - published["baseline"]
     for row in ("weightgrad", "weightgrad-serial", "weightgrad-paper"):
-        far = apart(runs, row, "baseline", tested)
+        far = row_difference(runs, row, "baseline", tested)
         if far is not None:
             what = f"{part}: {row} is at most {NEAR} points below the baseline (the paper: {theirs:+.2f})."
             made.append(Claim(what, far.above(-NEAR), f"{far.text()}."))
     for row in ("gaia", "terngrad"):
-        far = apart(runs, row, "baseline", tested)
+        far = row_difference(runs, row, "baseline", tested)
         if far is not None:
             below = published["baseline"] - published[row]
             what = f"{part}: {row} is below the baseline (the paper: by {below:.2f} points)."
             above = far.above(0.0)
             made.append(Claim(what, None if above is None else not above, f"{far.text()}."))
-    far = apart(runs, "weightgrad-serial", "weightgrad", tested)
+    far = row_difference(runs, "weightgrad-serial", "weightgrad", tested)
     if far is not None:
         what = f"{part}: the serial variant is at least as accurate as averaging, which is why the paper chose it."
         made.append(Claim(what, far.above(0.0), f"Serial less averaging: {far.text()}."))
@@ -165,29 +164,34 @@ def _speedups(part: str, found: dict[str, dict[str, float]]) -> list[Claim]:
     return made
 
 
-def charts(found: Found) -> dict[str, str]:
-    """Speedups beside the paper's, losses and accuracies over time."""
+def charts(found: Found) -> dict[str, Chart]:
+    """The speedups beside those of the paper, and losses and accuracies over time."""
     pairs = []
     for part, published in PAPER_SPEEDUP.items():
         own = {row["name"]: row["speedup"] for row in rows(found.parts.get(part, {}))}
-        pairs += [bars.Bar(f"{part}: {row}", own[row], value) for row, value in published.items() if row in own]
-    made = {
-        "speedup": bars.draw(
-            pairs, title="Speedup over the baseline, same steps", first="here", second="the paper", mark="baseline"
+        pairs += [Bar(f"{part}: {row}", own[row], value) for row, value in published.items() if row in own]
+    made: dict[str, Chart] = {
+        "speedup": Bars(
+            title="Speedup over the baseline, same steps",
+            x="times as fast as the baseline",
+            bars=pairs,
+            first="here",
+            second="the paper",
+            mark="baseline",
         )
     }
     for part, runs in found.parts.items():
         name = part.lower().replace(", ", "-").replace(" ", "-")
-        made[f"loss-{name}"] = lines(
-            losses(runs), title=f"{part}: training loss", x="virtual seconds, log scale", y="loss"
+        made[f"loss-{name}"] = Lines(
+            title=f"{part}: training loss", x="virtual seconds, log scale", y="loss", series=losses(runs)
         )
     eight = found.parts.get("CifarNet, 8 workers", {})
-    made["accuracy-cifarnet-8-workers"] = curves.draw(eight, title="CifarNet, 8 workers: accuracy over time")
-    return {name: chart for name, chart in made.items() if chart}
+    made["accuracy-cifarnet-8-workers"] = Accuracies.of_runs(eight, title="CifarNet, 8 workers: accuracy over time")
+    return made
 
 
 def rests_on(plan: Plan, found: Found) -> list[str]:
-    """Steps and seeds, here and there."""
+    """Steps and seeds, here and in the paper."""
     made = [
         f"Here: {plan.steps} steps of CifarNet ({plan.batch} images), {plan.vgg_steps} of VGG-A ({plan.vgg_batch} "
         f"images), {seeds_text(plan.seeds)} each; SGD with momentum 0.9, lr 0.05 (VGG-A 0.01), "
@@ -197,7 +201,7 @@ def rests_on(plan: Plan, found: Found) -> list[str]:
         "Accuracies are of the test images named with each part. ± of a difference is two standard errors, from the "
         "seeds where there are several, else from the test images alone: what another seed would do is then not in it.",
     ]
-    warm = re.search(r"warmup=(\d+)", strategies.TABLE["dgc"].up)
+    warm = re.search(r"warmup=(\d+)", strategies.PRESETS["dgc"].up)
     if warm and plan.steps < 2 * int(warm[1]):
         made.append(
             f"dgc warms up over {warm[1]} steps, most of these runs: its bytes are those of the warm-up, not its 0.1 %."
@@ -206,22 +210,22 @@ def rests_on(plan: Plan, found: Found) -> list[str]:
 
 
 MEASURED = [
-    "Measured: losses, accuracies, bytes of every message (true frames), number of rounds, what each row waits for.",
+    "Measured: losses, accuracies, bytes of every message (true frames), number of rounds, waiting times.",
     "Modelled: seconds. Compute is 30 ms a step with CifarNet and 180 ms with VGG-A, with 10 % jitter; links and LAN "
     "are the paper's bandwidths, with delays that it does not give (11 and 25 ms one way); codecs cost what "
-    "`weightgrad bench codecs` measured (weightgrad/sim/codec_time.py).",
+    "`weightgrad bench codecs` measured (the cost that each codec states).",
     "Speedup, same steps: the baseline's virtual time for all steps over the row's. Same accuracy: to 99 % of what "
     "the baseline ends with. The paper does not say which it means.",
 ]
 
 
 def make(plan: Plan, options: Options) -> Document:
-    """Run what is missing, and conclude."""
+    """Make the missing runs, and the document."""
     found = run(wanted(plan), options)
     return Document(
         title="WeightGrad's table: accuracy, speedup and loss on two sites",
         rests_on=rests_on(plan, found),
-        sheets=sheets(found),
+        tables=tables(found),
         claims=claims(found, plan),
         measured=MEASURED,
         charts=charts(found),

@@ -1,7 +1,7 @@
-"""What every table_*.py shares: its command line, claims that numbers decide, and a dated Markdown + JSON pair.
+"""What every table_*.py shares: the command line, claims that numbers decide, and dated Markdown and JSON files.
 
-A table's plan is a frozen dataclass; each of its whole numbers is an option (`steps` is `--steps`). Without
-`--quick` the pair goes to `benchmarks/results/YYYY-MM-DD-NAME.md`; with it, never.
+The plan of a table is a frozen dataclass, and each of its integers is an option (`steps` is `--steps`). Results go to
+`benchmarks/results/YYYY-MM-DD-NAME.md`, but never those of `--quick`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import charts
 import torch
-from field_sheet import Sheet
+from charts import Chart
+from result_table import ResultTable
 
 from weightgrad import kernels
 from weightgrad.errors import RecipeError
-from weightgrad.report.comparison_table import seeds_text
-from weightgrad.report.machine import measured_on
+from weightgrad.lab.report.comparison_table import seeds_text
+from weightgrad.machine import measured_on
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -37,18 +39,37 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Where a table's files go, and how it is made."""
+    """Where the files of a table go, and how it is made.
+
+    Attributes:
+        name: The name of the table in the names of its files.
+        command: The command line, for the document.
+        quick: Whether the run is only a test.
+        out: The directory of the document.
+        runs: The directory of the runs, so that an interrupted table goes on.
+        jobs: Runs at a time; 0 runs them one by one in this process.
+    """
 
     name: str
     command: str
     quick: bool
-    out: Path  # the dated pair
-    runs: Path  # what it is made of, so that an interrupted table goes on
-    jobs: int = 1  # runs at a time; 0: one, in this very process
+    out: Path
+    runs: Path
+    jobs: int = 1
 
 
 def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tuple[P, Options]:
-    """The plan as the command line changes it, and the options."""
+    """Parse the command line.
+
+    Args:
+        plan: The plan without `--quick`.
+        quick: The plan with `--quick`.
+        about: The docstring of the script.
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The plan with the changes of the command line, and the options.
+    """
     script = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a minute, to see that it works; nothing to conclude from")
@@ -62,9 +83,7 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
         said = f"{one.metadata.get('help', one.name.replace('_', ' '))} [{getattr(plan, one.name)}]"
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, help=said)
     given = parser.parse_args(argv)
-    out = given.out or (Path("runs/tables-quick") if given.quick else RESULTS)
-    if given.quick and out.resolve() == RESULTS.resolve():
-        parser.error("--quick is nothing to conclude from: it does not write to benchmarks/results")
+    out = output_directory(parser, given, Path("runs/tables-quick"))
     changes = {one.name: getattr(given, one.name) for one in numbers if getattr(given, one.name) is not None}
     wrong = [name for name, value in changes.items() if value < 1]
     jobs = (0 if given.quick else os.cpu_count() or 1) if given.jobs is None else given.jobs
@@ -80,50 +99,61 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
     )
     try:
         return dataclasses.replace(quick if given.quick else plan, **changes), options  # type: ignore[type-var]
-    except RecipeError as error:  # numbers that do not go together, as the plan says
+    except RecipeError as error:  # the plan rejects this combination
         parser.error(str(error))
 
 
+def output_directory(parser: argparse.ArgumentParser, given: argparse.Namespace, quick: Path) -> Path:
+    """Where the document goes: `--out`, or `quick` with `--quick`, or the directory of the kept results."""
+    out: Path = given.out or (quick if given.quick else RESULTS)
+    if given.quick and out.resolve() == RESULTS.resolve():
+        parser.error("--quick is nothing to conclude from: it does not write to benchmarks/results")
+    return out
+
+
 def number(default: int, text: str) -> Any:
-    """A field of a plan that is an option."""
+    """A field of a plan that is an option, with its help text."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something published, or hoped for, and what the numbers here say to it. `holds` None: they cannot tell."""
+    """A published or expected result, and what the numbers say about it. `holds` is None if they cannot decide."""
 
     what: str
     holds: bool | None
     found: str
 
     def line(self) -> str:
-        """For a list."""
+        """The claim as an item of a list."""
         word = {True: "Holds", False: "Does not hold", None: "Cannot be told"}[self.holds]
         return f"- **{word}**: {self.what} {self.found}"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two rows' accuracies, in points, with two standard errors of it."""
+    """The difference of two accuracies in percentage points, with two standard errors."""
 
     points: float
     twice: float
     seeds: int = 1
 
     def text(self) -> str:
-        """With what it rests on: one seed says nothing about the next."""
+        """The difference with its error and the number of seeds."""
         return f"{self.points:+.2f} ± {self.twice:.2f} points, {seeds_text(self.seeds)}"
 
     def above(self, limit: float) -> bool | None:
-        """Whether it is more than that; None: within two standard errors of it."""
+        """Whether it is more than the limit; None if it is within two standard errors of it."""
         if abs(self.points - limit) <= self.twice:
             return None
         return self.points > limit
 
 
 def difference(row: Sequence[float], reference: Sequence[float], tested: int) -> Difference:
-    """Of fractions, seed by seed; the error is the larger of the seeds' and of that of so many test samples."""
+    """The difference of two lists of accuracies, seed by seed.
+
+    The error is the larger of the error over the seeds and that of `tested` test samples.
+    """
     pairs = [100 * (a - b) for a, b in zip(row, reference, strict=True)]
     share = min(max(statistics.fmean([*row, *reference]), 0.01), 0.99)
     error = 100 * math.sqrt(2 * share * (1 - share) / tested / len(pairs))
@@ -134,33 +164,49 @@ def difference(row: Sequence[float], reference: Sequence[float], tested: int) ->
 
 @dataclass(kw_only=True)
 class Document:
-    """A result: what was asked, what holds, the tables, and what they rest on."""
+    """The result of a table script.
+
+    Attributes:
+        title: The heading.
+        rests_on: Steps, seeds and settings, here and in the published table.
+        tables: The tables.
+        claims: What holds and what does not.
+        measured: What is measured and what is modelled.
+        charts: The charts by name.
+        failures: Runs that failed.
+        numbers: More numbers for the JSON file.
+    """
 
     title: str
-    rests_on: list[str]  # steps, seeds, settings here, and those of the published table
-    sheets: list[Sheet]
+    rests_on: list[str]
+    tables: list[ResultTable]
     claims: list[Claim]
-    measured: list[str]  # what is measured and what is modelled
-    charts: dict[str, str] = field(default_factory=dict)  # name: SVG
+    measured: list[str]
+    charts: dict[str, Chart] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)  # more of them, for the JSON file
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def drawn(self) -> dict[str, Chart]:
+        """The charts that have data; none without matplotlib."""
+        return {name: chart for name, chart in self.charts.items() if charts.available() and not chart.empty}
 
     def markdown(self, options: Options, stem: str) -> str:
+        """The Markdown file; `stem` is the name of the files that it links to."""
         lines = [f"# {self.title}", "", "```sh", options.command, "```", "", f"{measured_on()}.", ""]
         if options.quick:
             lines += ["**A quick run, to see that it works: nothing can be concluded from its numbers.**", ""]
         lines += [f"- {text}" for text in self.rests_on]
         lines += ["", "## What holds here and what does not", *(claim.line() for claim in self.claims), ""]
-        for name in self.charts:
+        for name in self.drawn():
             lines += [f"![{name}]({stem}-{name}.svg)", ""]
-        lines += [sheet.markdown() for sheet in self.sheets]
+        lines += [table.markdown() for table in self.tables]
         lines += ["## What is measured and what is modelled", *(f"- {text}" for text in self.measured)]
         if self.failures:
             lines += ["", "## What failed", *(f"- {text}" for text in self.failures)]
         return "\n".join(lines) + "\n"
 
     def write(self, options: Options) -> list[Path]:
-        """The pair and its charts; their paths."""
+        """Write the Markdown file, the JSON file and the charts, and return their paths."""
         stem = f"{datetime.date.today().isoformat()}-{options.name}"
         options.out.mkdir(parents=True, exist_ok=True)
         numbers = {
@@ -170,23 +216,33 @@ class Document:
             "quick": options.quick,
             "rests_on": self.rests_on,
             "claims": [dataclasses.asdict(claim) for claim in self.claims],
-            "sheets": [sheet.as_dict() for sheet in self.sheets],
+            "tables": [table.to_dict() for table in self.tables],
             "measured": self.measured,
             "failures": self.failures,
+            "charts": {name: chart.to_dict() for name, chart in self.charts.items()},
             **self.numbers,
         }
         files = {
             f"{stem}.md": self.markdown(options, stem),
             f"{stem}.json": json.dumps(_plain(numbers), indent=1, allow_nan=False) + "\n",
-            **{f"{stem}-{name}.svg": chart for name, chart in self.charts.items()},
+            **{f"{stem}-{name}.svg": chart.svg() for name, chart in self.drawn().items()},
         }
         for name, text in files.items():
             (options.out / name).write_text(text, encoding="utf-8")
         return [options.out / name for name in files]
 
 
+def publish(document: Document, options: Options) -> None:
+    """Write the files of a document, print it, and say on stderr where the files are."""
+    paths = document.write(options)
+    print(paths[0].read_text(encoding="utf-8"))
+    if document.charts and not charts.available():
+        print("No charts: matplotlib is not installed (pip install '.[bench]').", file=sys.stderr)
+    print("Written: " + ", ".join(map(str, paths)), file=sys.stderr)
+
+
 def _plain(value: Any) -> Any:
-    """Without what JSON cannot hold."""
+    """The value with None in place of infinities and NaN, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -197,9 +253,16 @@ def _plain(value: Any) -> Any:
 
 
 def main(plan: P, quick: P, about: str, make: Callable[[P, Options], Document]) -> None:
-    """Make the table, print it, write it. Interrupted, it says how to go on."""
+    """Run a table script.
+
+    Args:
+        plan: The plan without `--quick`.
+        quick: The plan with `--quick`.
+        about: The docstring of the script.
+        make: Makes the document.
+    """
     chosen, options = read(plan, quick, about)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that started processes are ended
     torch.set_num_threads(1)
     kernels.set_threads(1)
     try:
@@ -207,8 +270,6 @@ def main(plan: P, quick: P, about: str, make: Callable[[P, Options], Document]) 
     except KeyboardInterrupt:
         print(f"Interrupted. What is finished is in {options.runs}; the same command goes on.", file=sys.stderr)
         sys.exit(130)
-    paths = document.write(options)
-    print(paths[0].read_text(encoding="utf-8"))
-    print("Written: " + ", ".join(map(str, paths)), file=sys.stderr)
+    publish(document, options)
     if document.failures:
         sys.exit(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightgrad.train.datasets import default_directory
+from weightgrad.lab.data.datasets import default_directory
 
 _CIFAR_RECORD, _PIXELS = 3073, 784
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a layer's columns, and the next one's rows, are dealt among the workers of a site.
+"""Tensor parallelism: the workers of a site share the columns of one layer and the rows of the next.
 
 torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --server 127.0.0.1:7443 --site east --insecure
 """
@@ -16,23 +16,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weightgrad as wg
-from weightgrad.train import datasets
+from weightgrad.lab.data import datasets
 
 
 def arguments() -> argparse.Namespace:
-    """What this worker is told."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", default="127.0.0.1:7443", help="HOST:PORT of `weightgrad serve`")
     parser.add_argument("--site", required=True, help="a name in the server's recipe, such as east")
     parser.add_argument("--credentials", help="directory of certificates, made by `weightgrad certs init`")
     parser.add_argument("--insecure", action="store_true", help="no certificates; for a server on this machine")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=64, help="images a site and step")
+    parser.add_argument("--batch", type=int, default=64, help="images per site and step")
     return parser.parse_args()
 
 
 class Net(nn.Module):
-    """A wide layer between two narrow ones, and a norm that every worker has whole."""
+    """A wide layer between two narrow ones. The norm and the last layer are replicated on every worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,39 +49,39 @@ class Net(nn.Module):
 
 
 def digest(model: nn.Module) -> str:
-    """The parameters in one word: the one that the server writes after each round. All workers must ask."""
+    """The fingerprint of the parameters that the server logs after each round. Call it on all workers."""
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     flat = torch.cat([parameter.detach().flatten() for parameter in whole])
     return xxhash.xxh3_64_hexdigest(flat.numpy().tobytes())
 
 
 def main() -> None:
-    """Train as one worker of a site."""
+    """Train as one worker of a site. Leaving the `with` block sends the residual and leaves the run."""
     args = arguments()
     torch.set_num_threads(1)
-    site = wg.join(args.server, site=args.site, credentials=args.credentials, insecure=args.insecure)
-    mesh = init_device_mesh("cpu", (site.lan.size,))  # on GPUs "cuda"
+    with wg.join(args.server, site=args.site, credentials=args.credentials, insecure=args.insecure) as site:
+        mesh = init_device_mesh("cpu", (site.group.size,))  # on GPUs "cuda"
 
-    torch.manual_seed(0)
-    plan = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
-    model = parallelize_module(Net(), mesh, plan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = site.prepare(model, optimizer, samples=args.batch)
+        torch.manual_seed(0)
+        plan = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
+        model = parallelize_module(Net(), mesh, plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = site.prepare(model, optimizer, samples=args.batch)
 
-    data = datasets.load("digits")
-    draw = torch.Generator().manual_seed(zlib.crc32(args.site.encode()))  # all workers see the same images
-    while site.steps < args.steps:
-        images, labels = data.train(torch.randint(data.train_count, (args.batch,), generator=draw))
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if site.lan.first and site.steps % 10 == 0:
-            print(f"{args.site}: step {site.steps}, loss {loss.item():.3f}", flush=True)
-    site.leave()
+        data = datasets.load("digits")
+        draw = torch.Generator().manual_seed(zlib.crc32(args.site.encode()))  # all workers see the same images
+        while site.steps < args.steps:
+            images, labels = data.train(torch.randint(data.train_count, (args.batch,), generator=draw))
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if site.group.first and site.steps % 10 == 0:
+                print(f"{args.site}: step {site.steps}, loss {loss.item():.3f}", flush=True)
+
     word = digest(model)
-    if site.lan.first:
-        print(f"base {word}", flush=True)
+    if site.group.first:
+        print(f"global model {word}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one rival did over one line: when each step ended, what crossed the line, and how good the model was when."""
+"""What one rival did over one link: when each step ended, what crossed the link, and the accuracy over time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from rivals.tasks import WARM
 from torch import Tensor
 
-from weightgrad.train.recipe import Recipe
-from weightgrad.train.task import Training
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.task import Training
 
 
 @dataclass(frozen=True)
-class Look:
-    """The weights that were there after so many steps and seconds."""
+class Snapshot:
+    """The weights after so many steps and seconds."""
 
     step: int
     seconds: float
@@ -23,20 +23,20 @@ class Look:
 
 @dataclass(frozen=True)
 class Trace:
-    """A finished run: seconds since the start at the end of each step and at the very end, and weights on the way."""
+    """A finished run: seconds from the start to the end of each step and of the run, and weights during the run."""
 
     ends: list[float]
     finished: float
-    looks: list[Look]
+    snapshots: list[Snapshot]
     final: Tensor
-    line_bytes: int
+    link_bytes: int
     late: float  # share of the passes that took longer than the recipe's
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The same as numbers. `curve` is (step, seconds, accuracy); the last entry is the model that is delivered."""
+    """The result of a run. `curve` has (step, seconds, accuracy); its last entry is the final model."""
 
     rival: str
     mbit_s: float
@@ -53,27 +53,27 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """When it was first found to be that good; None: never."""
+        """Seconds until a snapshot first had this accuracy; None if none had."""
         return next((seconds for _, seconds, found in self.curve if found >= accuracy), None)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome for a JSON file."""
         return asdict(self)
 
 
-def judge(recipe: Recipe, trace: Trace) -> tuple[list[tuple[int, float, float]], float]:
-    """The accuracy at every look, and of the delivered model; after the clock has stopped."""
+def evaluate(recipe: Recipe, trace: Trace) -> tuple[list[tuple[int, float, float]], float]:
+    """The accuracy of every snapshot and of the final model, computed after the run."""
     task = Training(recipe)
     curve = [
-        (look.step, look.seconds, task.evaluate(look.weights).accuracy)
-        for look in trace.looks
-        if look.step < recipe.training.steps  # the last is the delivered one
+        (snapshot.step, snapshot.seconds, task.evaluate(snapshot.weights).accuracy)
+        for snapshot in trace.snapshots
+        if snapshot.step < recipe.training.steps  # the last snapshot is the final model
     ]
     final = task.evaluate(trace.final).accuracy
     return [*curve, (recipe.training.steps, trace.finished, final)], final
 
 
 def mean_step(ends: list[float]) -> float:
-    """Of the steps after the first fifth."""
+    """The mean seconds of a step after the first fifth of the steps."""
     kept = ends[max(0, int(WARM * len(ends)) - 1) :]
     return (kept[-1] - kept[0]) / (len(kept) - 1) if len(kept) > 1 else kept[0]

@@ -1,4 +1,4 @@
-"""A rival: what it does to a model before the loop, after each pass, and at the end."""
+"""The interface of a rival: what it does to a model before the loop, after each pass, and at the end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from weightgrad.train.recipe import Recipe
-from weightgrad.train.task import Training
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.task import Training
 
 PORT = 29500  # of the first worker; the next ones are free for a rival's own servers
 
 
 @dataclass
 class Worker:
-    """One of the two: its number, the addresses of both, and what it trains. The module may be wrapped."""
+    """One of the two workers: its rank, the addresses of both, and what it trains. A rival may wrap the module."""
 
     rank: int
     addresses: list[str]
@@ -33,21 +33,21 @@ class Worker:
 
 
 class Rival(ABC):
-    """Made by its file's `make(worker)`; ready to step when it is made."""
+    """A rival that is ready to train. The function `make(worker, name)` of its file returns it."""
 
     @abstractmethod
     def step(self) -> None:
-        """After a pass: exchange what there is, move the model."""
+        """Exchange gradients or weights after a pass, and update the model."""
 
     def finish(self) -> None:
-        """After the last step: the model becomes the one that is delivered. Counted."""
+        """Make the final model after the last step. This time counts."""
         return
 
     def close(self) -> None:
-        """Nothing more is measured."""
+        """Release resources after the measurement."""
         return
 
 
 def interface() -> str:
-    """The host's one way out, which Gloo must be told."""
+    """The network interface of the host, for Gloo."""
     return next(name for _, name in socket.if_nameindex() if name != "lo")

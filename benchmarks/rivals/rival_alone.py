@@ -1,4 +1,4 @@
-"""Nobody: the same loop without an exchange. What a WAN that costs nothing would leave of a step on this machine."""
+"""The same loop without an exchange: the step time on this machine over a WAN that costs nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class _Alone(Rival):
         self._optimizer = worker.optimizer
 
     def step(self) -> None:
-        """With one's own gradients."""
+        """Step with the local gradients."""
         self._optimizer.step()
 
 
 def make(worker: Worker, name: str) -> Rival:
-    """The only one there is."""
+    """Make the rival."""
     del name
     return _Alone(worker)

@@ -21,7 +21,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-_PATIENCE = datetime.timedelta(seconds=120)
+_TIMEOUT = datetime.timedelta(seconds=120)
 
 
 class _Ddp(Rival):
@@ -50,7 +50,7 @@ def make(worker: Worker, name: str) -> Rival:
     os.environ["GLOO_SOCKET_IFNAME"] = interface()
     rendezvous = f"tcp://{worker.addresses[0]}:{PORT}"
     size = len(worker.addresses)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=worker.rank, world_size=size, timeout=_PATIENCE)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=worker.rank, world_size=size, timeout=_TIMEOUT)
     wrapped = DistributedDataParallel(worker.module, bucket_cap_mb=worker.number("bucket_mb", 25))
     worker.task.module = wrapped
     optimizer: Optimizer | PostLocalSGDOptimizer = worker.optimizer

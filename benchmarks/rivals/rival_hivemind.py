@@ -18,13 +18,13 @@ class _Hivemind(Rival):
         self._worker, self._dht, self._optimizer = worker, dht, optimizer
 
     def step(self) -> None:
-        """Local, with what has been averaged since."""
+        """Take a local step; hivemind averages in the background."""
         self._optimizer.step()
 
     def close(self) -> None:
-        """Goes on without gradients, which moves nothing but averages, until the other has done its steps too.
+        """Go on without gradients until the other worker has done its steps too.
 
-        Peers count samples, not steps; one that is alone would look for a group until its time is out.
+        Peers count samples, not steps, and a peer that is alone would search for a group until it times out.
         """
         others = [Path(f"worker-{rank}.json") for rank in range(len(self._worker.addresses))]
         while not all(path.exists() for path in others):

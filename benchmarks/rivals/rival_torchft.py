@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rivals.rival import PORT, Rival, Worker, interface
 
-_PATIENCE = datetime.timedelta(seconds=120)
+_TIMEOUT = datetime.timedelta(seconds=120)
 
 
 class _DiLoCo(Rival):
@@ -24,21 +24,21 @@ class _DiLoCo(Rival):
         diloco.__enter__()
 
     def step(self) -> None:
-        """Its hooks are on the optimizer."""
+        """Step the optimizer, which has the hooks of DiLoCo."""
         self._worker.optimizer.step()
 
     def close(self) -> None:
-        """Its servers end with the process."""
+        """Shut the manager down. The servers end with the process."""
         self._manager.shutdown(wait=False)
 
 
 def _torchft(module: str, name: str) -> Any:
-    """It is in an environment of its own, where no type checker looks."""
+    """An attribute of torchft, which is not installed where types are checked."""
     return getattr(importlib.import_module(f"torchft.{module}"), name)
 
 
 def make(worker: Worker, name: str) -> Rival:
-    """DiLoCo as its examples make it."""
+    """Make DiLoCo as in the examples of torchft."""
     del name
     os.environ["GLOO_SOCKET_IFNAME"] = interface()
     own = worker.addresses[worker.rank]
@@ -50,13 +50,13 @@ def make(worker: Worker, name: str) -> Rival:
     store = dist.TCPStore(own, PORT, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     state: dict[str, Any] = {"module": worker.module, "optimizer": worker.optimizer}
     manager = _torchft("manager", "Manager")(
-        pg=_torchft("process_group", "ProcessGroupGloo")(timeout=_PATIENCE),
+        pg=_torchft("process_group", "ProcessGroupGloo")(timeout=_TIMEOUT),
         load_state_dict=lambda found: [one.load_state_dict(found[key]) for key, one in state.items()],
         state_dict=lambda: {key: one.state_dict() for key, one in state.items()},
         min_replica_size=len(worker.addresses),
         use_async_quorum=False,
-        timeout=_PATIENCE,
-        quorum_timeout=_PATIENCE,
+        timeout=_TIMEOUT,
+        quorum_timeout=_TIMEOUT,
         rank=0,
         world_size=1,
         store_addr=own,

@@ -1,4 +1,4 @@
-"""What all rivals train, and over what: the same recipe for every one, with nothing changed but the strategy.
+"""What all rivals train, and over which links: the same recipe, with nothing changed but the strategy.
 
 Two sites of one worker are joined by one link. WeightGrad's global server stands on the first site's host, so its
 rounds cross that same link once each way, as the gradients of two ranks do; the recipe says so with a first
@@ -11,17 +11,17 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightgrad.emulate.topology import WanLink
-from weightgrad.train.emulated import LINE
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.emulate.topology import WanLink
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.emulation import LINE
 
 SITES = ("east", "west")
 WARM = 0.2  # of the steps are not counted in the mean: connections open, hooks warm up, `auto` looks around
 
 
 @dataclass(frozen=True)
-class Line:
-    """The link between the sites: what a TCP stream gets, and the round trip."""
+class Link:
+    """The link between the sites: the rate of a TCP stream, and the round-trip time."""
 
     mbit_s: float
     rtt_ms: float
@@ -29,14 +29,14 @@ class Line:
     def __str__(self) -> str:
         return f"{self.mbit_s:g} Mbit/s, {self.rtt_ms:g} ms"
 
-    def link(self) -> WanLink:
-        """For the emulator, which wants the line's rate and one way."""
+    def wan_link(self) -> WanLink:
+        """The link for the emulator, which takes the raw rate and the delay of one direction."""
         return WanLink(SITES, self.mbit_s * 1e6 * LINE, self.rtt_ms / 2e3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Model, data and schedule. A pass takes `seconds` everywhere; this machine needs a fraction of that."""
+    """Model, data and schedule. A pass takes `seconds` for every rival; this machine needs a fraction of that."""
 
     data: str
     model: str
@@ -48,8 +48,8 @@ class Task:
     evaluate_every: int
     evaluate_on: int
 
-    def recipe(self, line: Line, steps: int, strategy: str = "baseline", seed: int = 0) -> Recipe:
-        """The same for all, but for the strategy, which is WeightGrad's own business."""
+    def recipe(self, link: Link, steps: int, strategy: str = "baseline", seed: int = 0) -> Recipe:
+        """The recipe, the same for all rivals. The strategy matters only for WeightGrad."""
         text = {
             "name": "rivals",
             "seed": seed,
@@ -69,8 +69,8 @@ class Task:
                 {"between": ["hub", SITES[0]], "bandwidth": "10 Gbit/s", "delay": "0 ms"},
                 {
                     "between": ["hub", SITES[1]],
-                    "bandwidth": f"{line.mbit_s} Mbit/s",
-                    "delay": f"{line.rtt_ms / 2} ms",
+                    "bandwidth": f"{link.mbit_s} Mbit/s",
+                    "delay": f"{link.rtt_ms / 2} ms",
                 },
             ],
             "compute": {"seconds_per_step": self.seconds},

@@ -17,18 +17,18 @@ import time
 from pathlib import Path
 
 import torch
-from rivals.paced_pass import PacedPass
 from rivals.rival import Rival, Worker
 from rivals.spec import Spec
+from rivals.timed_pass import TimedPass
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weightgrad.site import optimizers
-from weightgrad.train.recipe import Recipe
-from weightgrad.train.run import optimizer_options, rate_of
-from weightgrad.train.task import Training
+from weightgrad.core import optimizers
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.simulation import optimizer_options, rate_of
+from weightgrad.lab.run.task import Training
 
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 _FILES = {
     "alone": "rival_alone",
     "torchft": "rival_torchft",
@@ -37,22 +37,22 @@ _FILES = {
 
 
 def run(spec: Spec, rank: int, addresses: list[str]) -> None:
-    """From nothing to `worker-RANK.json` and `worker-RANK.safetensors`."""
+    """Train, and write `worker-RANK.json` and `worker-RANK.safetensors`."""
     recipe = Recipe.load("recipe.yaml")
     task = Training(recipe)
     module, layout = task.module, task.layout
     chosen = recipe.training.optimizer
     optimizer = optimizers.build(chosen.name, list(module.parameters()), optimizer_options(chosen))
-    paced = PacedPass(module, float(recipe.compute.seconds_per_step))
+    timed = TimedPass(module, float(recipe.compute.seconds_per_step))
     make = importlib.import_module(f"rivals.{_FILES.get(spec.name, 'rival_ddp')}").make
     rival: Rival = make(Worker(rank, addresses, recipe, task, module, optimizer, spec.options), spec.name)
     rate, steps, every = rate_of(recipe), recipe.training.steps, recipe.training.evaluate_every
     _until_started(rank)
     began, ends, kept = time.monotonic(), [], dict[str, Tensor]()
     for step in range(steps):
-        paced.begin()
+        timed.begin()
         task.backward(rank, 0, step)
-        paced.end()
+        timed.end()
         optimizers.set_rate(optimizer, rate(step))
         rival.step()
         optimizer.zero_grad()
@@ -63,7 +63,7 @@ def run(spec: Spec, rank: int, addresses: list[str]) -> None:
     finished = time.monotonic()
     kept["final"] = layout.gather(module)
     save_file(kept, f"worker-{rank}.safetensors")
-    found = {"began": began, "ends": ends, "finished": finished, "late": paced.late / paced.passes}
+    found = {"began": began, "ends": ends, "finished": finished, "late": timed.late / timed.passes}
     _write(Path(f"worker-{rank}.json"), json.dumps(found))
     rival.close()
 
@@ -71,11 +71,11 @@ def run(spec: Spec, rank: int, addresses: list[str]) -> None:
 def _until_started(rank: int) -> None:
     _write(Path(f"ready-{rank}"), "")
     while not Path("go").exists():
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: somebody is waiting for it."""
+    """Write a file in one step, because another process waits for it."""
     path.with_suffix(".part").write_text(text)
     path.with_suffix(".part").rename(path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-from rival_coder import Coder
+from codec_rivals.coder import Coder
 from torch import Tensor
 
 

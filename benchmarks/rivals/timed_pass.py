@@ -1,4 +1,4 @@
-"""A worker's pass that lasts as long as the recipe says, layer by layer.
+"""A forward and backward pass that lasts as long as the recipe says, layer by layer.
 
 DDP sends a bucket of gradients while the layers below are still computed, so it matters when each of them is ready:
 forward is the first third of the pass, and backward leaves the layers, last one first, at equal times over the
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 _FORWARD = 1 / 3
 
 
-class PacedPass:
-    """Hooks on a module; `begin` before each pass, `end` after it."""
+class TimedPass:
+    """Hooks on a module that delay its layers. Call `begin` before each pass and `end` after it."""
 
     def __init__(self, module: nn.Module, seconds: float) -> None:
         self._seconds, self._began = seconds, 0.0
-        self._layer, self._ready = 0.0, 0.0  # which was left last, and when it was really ready
+        self._layer, self._ready = 0.0, 0.0  # the layer that backward left last, and when its gradient was ready
         self.passes = self.late = 0
         module.register_forward_hook(self._forward)
         layers = [own for one in module.modules() if (own := list(one.parameters(recurse=False)))]
@@ -31,11 +31,11 @@ class PacedPass:
                 parameter.register_hook(self._waiter(share))
 
     def begin(self) -> None:
-        """The pass begins."""
+        """Begin a pass."""
         self._began, self._layer = time.monotonic(), 0.0
 
     def end(self) -> None:
-        """Counted late if its last gradient was ready late: communication after it is not the pass."""
+        """End a pass. It is late if its last gradient was ready late; communication after that does not count."""
         self._until(1.0)
         self.passes += 1
         self.late += self._ready > self._began + self._seconds

@@ -1,33 +1,36 @@
-"""Ranks of a quantized allreduce under measurement: one with its whole work, or all of them in one process.
+"""What an allreduce costs: the measured work of a rank, and a formula for the network.
 
-Seconds are of the processor (`time.process_time`, one thread): what a rank takes on a core of its own, whoever else
-is on this machine.
+Measured seconds are processor time (`time.process_time`) of one thread, so other processes on the machine do not
+change them. In the formula a ring has 2(n-1) steps of one n-th of the vector, and recursive doubling has log2 n steps
+of the whole vector. Codec and network come one after the other, and there is no congestion.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-from field_sheet import Row
+from result_table import Row
 
 from weightgrad import codecs, wire
 from weightgrad.kernels import derive
-from weightgrad.report.machine import processor
-from weightgrad.site.allreduce import QuantizedAllreduce
+from weightgrad.lab.sim.local_network import LocalNetwork
+from weightgrad.local.allreduce import QuantizedAllreduce
+
+RING, DOUBLING = "fp32, ring", "fp32, recursive doubling"
+ALL_TO_ALL = "fp32, all-to-all"  # the way of the codecs without a codec: chunks all-to-all, a local mean, an all-gather
+DELAY = 2e-5  # seconds one way between two machines of a rack
 
 
 def rank_cost(spec: str, numel: int, workers: int, repeats: int) -> Row:
-    """Seconds of one rank for its part of an allreduce, and the bytes of its vector and of its mean, encoded.
+    """Seconds that one rank works for an allreduce, and the encoded bytes of its vector and of its mean.
 
-    In place of the other ranks' chunks it is given its own, which are drawn alike; so that all are of one size,
-    `numel` is rounded down to a multiple of the workers.
+    The rank decodes its own chunks in place of those of the other ranks, which have the same distribution. `numel` is
+    rounded down to a multiple of the workers, so that all chunks have one size.
     """
     numel -= numel % workers
     vector = _matrix(numel)
@@ -57,12 +60,12 @@ def _matrix(numel: int) -> torch.Tensor:
 
 
 def vector_bytes(cost: Row, workers: int) -> int:
-    """Of one encoded vector, the mean of the way there and of the way back: what a ring carries twice."""
+    """The bytes of one encoded vector, the mean of both directions: what a ring carries twice."""
     return int((cost["sent_bytes"] + workers * cost["mean_bytes"]) / 2)
 
 
 def add_seconds(numel: int, repeats: int) -> float:
-    """To add one vector of float32 to another: what fp32 needs in place of a codec."""
+    """Seconds to add one float32 vector to another, which fp32 needs in place of a codec."""
     one, other = torch.randn(numel), torch.randn(numel)
     best = math.inf
     for _ in range(repeats + 1):
@@ -73,7 +76,7 @@ def add_seconds(numel: int, repeats: int) -> float:
 
 
 def exchange(spec: str, numel: int, workers: int, steps: int) -> Row:
-    """All ranks in one process: same bits everywhere? How far is the first mean off, and the sum of all in the end?"""
+    """Run all ranks in one process: do they end with the same bits, and what are the errors of the means?"""
     codec = codecs.parse(spec)
     ranks = [make_rank(spec, numel, workers, place) for place in range(workers)]
     total, exact = torch.zeros(numel), torch.zeros(numel)
@@ -101,12 +104,12 @@ def exchange(spec: str, numel: int, workers: int, steps: int) -> Row:
 
 
 def make_rank(spec: str, numel: int, workers: int, place: int) -> QuantizedAllreduce:
-    """One of them, with a key of its own."""
+    """The allreduce of one rank, with its own random key."""
     return QuantizedAllreduce(workers, numel, codecs.parse(spec), derive(1, place))
 
 
 def vector_of(numel: int, step: int, place: int) -> torch.Tensor:
-    """What that rank has at that step: normal noise, the same wherever it is drawn."""
+    """The vector of a rank at a step: normal noise, the same in every process."""
     return _noise(numel, derive(2, step, place) >> 1)
 
 
@@ -118,32 +121,31 @@ def _frames(payloads: Sequence[codecs.Payload]) -> int:
     return sum(wire.frame_bytes(payload) for payload in payloads)
 
 
-class Notebook:
-    """Measurements by name, kept in a file, so that an interrupted table goes on. Those of another machine are not."""
+def seconds(row: Row, gbit_s: float, delay: float = DELAY) -> float:
+    """Seconds of one allreduce: the measured codec or additions, and the formula for the network."""
+    return network_seconds(row, LocalNetwork(gbit_s * 1e9, delay)) + compute_seconds(row)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._kept: dict[str, Row] = {}
-        if path.is_file():
-            found = json.loads(path.read_text())
-            self._kept = found["rows"] if found["machine"] == self._machine() else {}
 
-    @staticmethod
-    def _machine() -> str:
-        return f"{processor()}; torch {torch.__version__}"
+def network_seconds(row: Row, lan: LocalNetwork) -> float:
+    """Seconds until all data has passed every network card."""
+    workers, nbytes = row["workers"], 4 * row["side"] ** 2
+    if row["codec"] == DOUBLING:  # every round everybody sends everything
+        return float(_rounds(workers) * (nbytes * 8 / lan.bandwidth_bit_s + lan.delay_seconds))
+    return lan.allreduce(workers, vector_bytes(row, workers) if "sent_bytes" in row else nbytes)
 
-    def get(self, name: str, measure: Callable[[], Row]) -> Row:
-        """As kept, or measured now."""
-        if name not in self._kept:
-            self.keep(name, measure())
-        return dict(self._kept[name])
 
-    def known(self, name: str) -> Row | None:
-        """As kept; None: not measured yet."""
-        return dict(self._kept[name]) if name in self._kept else None
+def formula_delays(row: Row) -> int:
+    """The number of delays, one after the other, in the formula."""
+    return round(network_seconds(row, LocalNetwork(math.inf, 1.0)))
 
-    def keep(self, name: str, row: Row) -> None:
-        """From now on it is known."""
-        self._kept[name] = row
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"machine": self._machine(), "rows": self._kept}, indent=1) + "\n")
+
+def compute_seconds(row: Row) -> float:
+    """Seconds of work of one rank on a core of its own."""
+    workers = row["workers"]
+    if row["codec"] == DOUBLING:
+        return float(_rounds(workers) * row["add"])
+    return float(row["seconds"] if "sent_bytes" in row else (workers - 1) / workers * row["add"])
+
+
+def _rounds(workers: int) -> int:
+    return math.ceil(math.log2(workers))

@@ -1,4 +1,4 @@
-"""The codecs that WeightGrad's are measured against, each doing one of the same jobs.
+"""The rival codecs, each for one of the jobs that WeightGrad's codecs do.
 
 Three kinds. Expressions: what gradient compression research code writes in plain torch, on the
 whole tensor, every step a new temporary. Chunks: the same arithmetic as fast as we could make it
@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rival_coder import CHUNKS, Coder, Foreign, Label, Maker, Pieces, Residual, Rival
-from rival_dense import (
+from codec_rivals.coder import CHUNKS, Coder, ErrorFeedback, Label, LibraryCoder, Maker, Pieces, Rival
+from codec_rivals.dense import (
     Cast,
     Levels,
     OneBitExpressions,
@@ -30,7 +30,7 @@ from rival_dense import (
     SignExpressions,
     TernGradExpressions,
 )
-from rival_sparse import DgcChunks, DgcExpressions, LocalTopK, PowerSgd, SampledTopK, TopK
+from codec_rivals.sparse import DgcChunks, DgcExpressions, LocalTopK, PowerSgd, SampledTopK, TopK
 from torch import Tensor
 
 
@@ -39,7 +39,7 @@ def _bitsandbytes(found: Any) -> list[Rival]:
     name = f"bitsandbytes {found.__version__}"
 
     def eight(block: int) -> Maker:
-        return lambda like, chunk: Foreign(
+        return lambda like, chunk: LibraryCoder(
             like,
             chunk,
             lambda part: functional.quantize_blockwise(part, blocksize=block),
@@ -48,7 +48,7 @@ def _bitsandbytes(found: Any) -> list[Rival]:
         )
 
     def four(kind: str, block: int) -> Maker:
-        return lambda like, chunk: Foreign(
+        return lambda like, chunk: LibraryCoder(
             like,
             chunk,
             lambda part: functional.quantize_4bit(part, quant_type=kind, blocksize=block),
@@ -75,7 +75,7 @@ def _hivemind(found: Any) -> list[Rival]:
 
         def make(like: Tensor, chunk: int) -> Coder:
             info = compression.CompressionInfo.from_tensor(like)
-            return Foreign(
+            return LibraryCoder(
                 like,
                 chunk,
                 lambda part: codec.compress(part, info),
@@ -131,7 +131,7 @@ def torch_rivals() -> list[Rival]:
         rivals.append(Rival(Label(job, task, name, "torch"), make, chunks))
 
     def residual(inner: Callable[[Tensor, int], Pieces]) -> Maker:
-        return lambda like, chunk: Residual(inner(like, chunk), like)
+        return lambda like, chunk: ErrorFeedback(inner(like, chunk), like)
 
     add("half precision", "fp16", "cast", lambda like, _: Cast(like, torch.float16))
     add("half precision", "bf16", "cast", lambda like, _: Cast(like, torch.bfloat16))

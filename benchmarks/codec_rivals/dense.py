@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import torch
-from rival_coder import BUCKET, Coder, Pieces
+from codec_rivals.coder import BUCKET, Coder, Pieces
 from torch import Tensor
 
 _RANDOM = np.random.Generator(np.random.SFC64(0))

@@ -1,4 +1,4 @@
-"""A run of real processes whose roles can be killed and started again, and whose lines can be cut."""
+"""A run of real processes that can be killed and started again, and whose connections can be cut."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import signal
 import time
 from pathlib import Path
 
-from field_proxy import Proxy
+from deployment.tcp_proxy import TcpProxy
 
 from weightgrad.errors import RunError
-from weightgrad.train.launch import Processes, commands, free_port, prepare
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.launch import Processes, commands, free_port, prepare
 
 DIGITS = """
 name: {name}
@@ -38,24 +38,24 @@ RESTARTS = "1000000"  # of torchrun; more than a soak needs
 
 
 def digits(strategy: str, *, steps: int = 1_000_000, east: int = 1, west: int = 1, name: str = "bench") -> Recipe:
-    """Two sites on digits, with more steps than will be done. Learning rate constant: its first steps are any run's."""
+    """A recipe of two sites on digits. The learning rate is constant, so a shorter run has the same first steps."""
     text = DIGITS.format(name=name, strategy=strategy, steps=steps, east=east, west=west)
     return Recipe.parse(text, f"{name}.yaml")
 
 
 class Steps:
-    """The steps in a site's ledger, read as it grows."""
+    """Reads the steps in a site's event log while the log grows."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
         self.last = self.highest = 0
 
     def read(self) -> int:
-        """The highest so far."""
+        """Read the new entries and return the highest step so far."""
         if self._path.exists():
             with open(self._path, "rb") as file:
                 file.seek(self._at)
-                whole, _, _ = file.read().rpartition(b"\n")  # a torn line is read when it is whole
+                whole, _, _ = file.read().rpartition(b"\n")  # an incomplete line is read next time
             self._at += len(whole) + 1 if whole else 0
             for line in whole.splitlines():
                 if b'"kind":"step"' in line:
@@ -64,8 +64,14 @@ class Steps:
         return self.highest
 
 
-class Rehearsal:
-    """The server and all sites of a recipe; every site reaches the server by a wire of its own."""
+class LiveRun:
+    """The server and all sites of a recipe. Every site reaches the server through a proxy of its own.
+
+    Args:
+        recipe: What is run.
+        out: The directory of the run.
+        more: Further arguments of `weightgrad train`.
+    """
 
     def __init__(self, recipe: Recipe, out: Path, *more: str) -> None:
         self.recipe, self.out = recipe, out
@@ -73,42 +79,42 @@ class Rehearsal:
         prepare(recipe, out)
         address = f"127.0.0.1:{free_port()}"
         self.commands = commands(recipe, out, address, lambda _: address)
-        self.wires = {name: Proxy(address) for name in self.sites}
+        self.proxies = {name: TcpProxy(address) for name in self.sites}
         for name in self.sites:
-            command = [self.wires[name].address if word == address else word for word in self.commands[name]]
+            command = [self.proxies[name].address if word == address else word for word in self.commands[name]]
             if "--max-restarts" in command:
                 command[command.index("--max-restarts") + 1] = RESTARTS
             self.commands[name] = [*command, *more]
         self.processes = Processes(out / "logs")
-        self.ledgers = {name: Steps(out / "state" / name / "ledger.jsonl") for name in self.sites}
+        self.event_logs = {name: Steps(out / "state" / name / "events.jsonl") for name in self.sites}
 
-    def __enter__(self) -> Rehearsal:
+    def __enter__(self) -> LiveRun:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
-        """End everything, the workers of a torchrun that had no time to do so too."""
+        """End all processes, including workers that torchrun could not end itself."""
         below = [pid for process in self.processes.running.values() for pid in descendants(process.pid)]
         self.processes.end()
         _kill(below)
-        for wire in self.wires.values():
-            wire.close()
+        for proxy in self.proxies.values():
+            proxy.close()
 
     def start(self, *names: str) -> None:
-        """Those, or all."""
+        """Start these roles, or all of them."""
         for name in names or self.commands:
             self.processes.start(name, self.commands[name])
 
     def kill(self, name: str) -> None:
-        """kill -9 of a role: its process and all below it."""
+        """Send SIGKILL to the process of a role and to all of its descendants."""
         process = self.processes.running.pop(name)
         _kill([process.pid, *descendants(process.pid)])
         process.wait()
 
     def kill_worker(self, site: str, rank: int) -> bool:
-        """kill -9 of one worker, which torchrun starts again; False if it is not running just now."""
+        """Send SIGKILL to one worker, which torchrun starts again. False if the worker is not running."""
         for pid in descendants(self.processes.running[site].pid):
             if f"LOCAL_RANK={rank}".encode() in _variables(pid):
                 _kill([pid])
@@ -116,11 +122,15 @@ class Rehearsal:
         return False
 
     def steps(self) -> dict[str, int]:
-        """How far each site ever was."""
-        return {name: ledger.read() for name, ledger in self.ledgers.items()}
+        """The highest step that each site has reached."""
+        return {name: events.read() for name, events in self.event_logs.items()}
 
     def until(self, wanted: dict[str, int], seconds: float) -> None:
-        """Until every site has been so far; RunError with the ends of the logs when it takes too long."""
+        """Wait until every site has reached its step.
+
+        Raises:
+            RunError: A process failed, or it took more than so many seconds; the message has the ends of the logs.
+        """
         limit = time.monotonic() + seconds
         while any(step < wanted[name] for name, step in self.steps().items()):
             if (name := self.processes.failed()) is not None:
@@ -132,12 +142,12 @@ class Rehearsal:
             time.sleep(0.01)
 
     def tails(self, *names: str) -> str:
-        """The ends of the logs."""
+        """The ends of the logs of these roles, or of all."""
         return "\n".join(f"--- {n}\n{self.processes.tail(n, 25)}" for n in names or self.processes.running)
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below one, at this moment."""
+    """The processes that a process has started, and those that they have started."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

@@ -1,4 +1,4 @@
-"""Memory of the global server and of a site's workers, beyond the model, and what it is made of."""
+"""Memory of the global server and of a site's workers, beyond the model, and what that memory consists of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from field_process import HERE, Serve, recipe_of, worker
-from field_sheet import Row, Sheet, parameters
+from deployment.server_process import Serve, popen, recipe_of, worker
+from result_table import ResultTable, Row, parameters
 
-CHILD = "field_memory_child.py"
+MODULE = "deployment.memory_process"
 PARTIES = {"server": "global server", "rank-0": "rank 0", "rank-1": "rank 1"}
 
 
@@ -28,15 +28,15 @@ class Plan:
 QUICK = Plan(numels=(1_000_000,), strategies=("weightgrad",), steps=12)
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
-    """The peaks, and what they are made of for the largest model."""
-    peaks = Sheet(
+def measure(plan: Plan, report: Callable[[str], None]) -> list[ResultTable]:
+    """Measure the peaks, and for the largest model what they consist of."""
+    peaks = ResultTable(
         "memory",
         "Memory beyond the model",
         "One site of two ranks, SGD with momentum, mutual TLS, checkpoints on both sides. Of a site: the peak of its "
         "resident memory after `prepare` less what it had before, with weights, gradients and momentum already there. "
-        "Of the server: the peak less what it had when it listened; one model of it is the base itself. × is in "  # noqa: RUF001
-        "models: 4 bytes times the parameters.",
+        "Of the server: the peak less what it had when it listened; one model of it is the global model itself. × is "  # noqa: RUF001
+        "in models: 4 bytes times the parameters.",
         [("strategy", "strategy", "{}"), ("parameters", "shown", "{}"), ("model MB", "model_mb", "{:.0f}")]
         + [
             column
@@ -44,9 +44,9 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
             for column in ((f"{heading} MB", f"{key}_mb", "{:.0f}"), ("×", f"{key}_models", "{:.1f}"))  # noqa: RUF001
         ],
     )
-    made = Sheet(
+    made = ResultTable(
         "memory-parts",
-        "What that memory is made of",
+        "What that memory consists of",
         "Tensors and buffers that can be reached from the site or the server at the end, in models, each piece once, "
         "without the user's own weights, gradients and momentum. The rest of the peak is what lives for a moment: "
         "copies for a checkpoint, messages on their way, what codecs work on.",
@@ -54,7 +54,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
     )
     for strategy in plan.strategies:
         for numel in plan.numels:
-            say(f"memory: {strategy}, {parameters(numel)}")
+            report(f"memory: {strategy}, {parameters(numel)}")
             found = _measure(plan, strategy, numel)
             peaks.rows.append(_peaks(strategy, numel, found))
             if numel == max(plan.numels):
@@ -66,10 +66,10 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
 def _measure(plan: Plan, strategy: str, numel: int) -> dict[str, Row]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        command = [sys.executable, str(HERE / CHILD), "serve"]
+        command = [sys.executable, "-m", MODULE, "serve"]
         with Serve(directory, recipe_of(1, {"name": strategy}), secure=True, state=True, command=command) as server:
-            told = {"address": server.address, "certificates": str(server.certificates), "out": name}
-            server.processes.start("site", worker(CHILD, 2, {**told, "numel": numel, "steps": plan.steps}))
+            settings = {"address": server.address, "certificates": str(server.certificates), "out": name}
+            server.processes.start("site", worker(MODULE, 2, {**settings, "numel": numel, "steps": plan.steps}), popen)
             server.wait("site")
             server.wait("server")
         return {key: json.loads((directory / f"{key}.json").read_text()) for key in PARTIES}
@@ -84,7 +84,7 @@ def _peaks(strategy: str, numel: int, found: dict[str, Row]) -> Row:
 
 
 def _slope(strategy: str, rows: list[Row]) -> list[str]:
-    """What grows with the model and what does not, from the smallest and the largest."""
+    """How memory grows with the model, by the line through the smallest and the largest model."""
     small, large = rows[0], rows[-1]
     if small["numel"] == large["numel"]:
         return []

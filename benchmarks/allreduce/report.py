@@ -1,26 +1,26 @@
-"""What the emulated half of the table says: its sheets, its claims, and what they rest on."""
+"""The emulated half of the table as a document: tables, claims, and how they were measured."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from allreduce_emulated import CORES, LONG_S, PLAIN, TINY_NUMEL, TINY_REPEATS, Found, Setup
-from allreduce_formula import DEALT, DOUBLING, RING, formula_delays
-from field_sheet import Row, Sheet, short
+from allreduce.cost import ALL_TO_ALL, DOUBLING, RING, formula_delays
+from allreduce.emulated import CORES, LONG_S, PLAIN, TINY_NUMEL, TINY_REPEATS, Found, Setup
+from result_table import ResultTable, Row, short
 from tables import Claim
 
-NEAR = 0.25  # a formula this near is called right
+NEAR = 0.25  # a formula within this relative error counts as right
 
 
-def sheets(setup: Setup, found: Found) -> list[Sheet]:
-    """The largest in full, and all of them in short."""
+def tables(setup: Setup, found: Found) -> list[ResultTable]:
+    """One table with all numbers of the largest size, one with all sizes in short, and one with the delays."""
     if found.refused is not None:
         about = "Real processes on hosts of their own need network namespaces."
         why = {"why": f"Nothing was measured: {found.refused}"}
-        return [Sheet("emulated", "Emulated", about, [("", "why", "{}")], [why])]
+        return [ResultTable("emulated", "Emulated", about, [("", "why", "{}")], [why])]
     side, workers = max(setup.sides), max(setup.workers)
-    largest = Sheet(
+    largest = ResultTable(
         "emulated",
         f"Emulated: {side}² on {workers} ranks",
         f"{workers} processes on {CORES} cores, each on a host with a card of {setup.mbit_s} Mbit/s, "
@@ -40,11 +40,11 @@ def sheets(setup: Setup, found: Found) -> list[Sheet]:
     return [largest, _in_short(setup, found), _delays(setup, found)]
 
 
-def _in_short(setup: Setup, found: Found) -> Sheet:
+def _in_short(setup: Setup, found: Found) -> ResultTable:
     places = {f"{side}² on {workers}": (side, workers) for side in setup.sides for workers in setup.workers}
     about = "Seconds; in brackets emulated / formula, and emulated / formula as here."
     columns = [("", "codec", "{}"), *((heading, heading, "{}") for heading in places)]
-    sheet = Sheet("emulated-places", "Emulated, by size and ranks", about, columns, notes=_notes(found)[:1])
+    table = ResultTable("emulated-places", "Emulated, by size and ranks", about, columns, notes=_notes(found)[:1])
     by = {(row["side"], row["workers"], row["codec"]): row for row in found.rows}
     for method in (*PLAIN, *setup.codecs):
         cells: Row = {"codec": method}
@@ -52,25 +52,25 @@ def _in_short(setup: Setup, found: Found) -> Sheet:
             if (row := by.get((*place, method))) is not None:
                 mark = "" if row["trusted"] else " \\*"
                 cells[heading] = f"{short(row['clock'])} ({row['off']:.2f}, {row['off_here']:.2f}){mark}"
-        sheet.rows.append(cells)
-    return sheet
+        table.rows.append(cells)
+    return table
 
 
-def _delays(setup: Setup, found: Found) -> Sheet:
+def _delays(setup: Setup, found: Found) -> ResultTable:
     about = (
         f"How many delays a method waits for, one after the other: the least time of {TINY_REPEATS} for "
         f"{TINY_NUMEL} elements over links of {LONG_S:g} s one way, in such delays; in brackets what the formula has."
     )
     columns = [("", "codec", "{}"), *((f"{workers} ranks", str(workers), "{}") for workers in setup.workers)]
-    sheet = Sheet("delays", "Emulated: delays", about, columns)
+    table = ResultTable("delays", "Emulated: delays", about, columns)
     for method, name in (*zip(PLAIN, PLAIN, strict=True), (setup.codecs[0], "all codecs")):
         row: Row = {"codec": name}
         for workers in setup.workers:
             if (waits := found.delays.get((method, workers))) is not None:
                 counted = formula_delays({"codec": method, "workers": workers, "side": 1})
                 row[str(workers)] = f"{waits:.1f} ({counted})"
-        sheet.rows.append(row)
-    return sheet
+        table.rows.append(row)
+    return table
 
 
 def _named(row: Row) -> Row:
@@ -91,22 +91,22 @@ def _notes(found: Found) -> list[str]:
 
 
 def claims(setup: Setup, found: Found) -> list[Claim]:
-    """Whether what was modelled is so."""
+    """Whether the emulated runs confirm what was modelled."""
     rows = [row for row in found.rows if row["trusted"]]
     coded = [row for row in rows if row["codec"] in setup.codecs]
     network = f"{setup.mbit_s} Mbit/s, emulated"
     what = f"Every codec is faster than fp32, at every size and number of ranks; {network}."
-    judged = [row for row in coded if row["fair"]]
-    slow = [f"{row['codec']} at {row['side']}² on {row['workers']}" for row in judged if row["times"] < 1]
-    span = [f"{pick(row['times'] for row in judged):.2f}" for pick in (min, max)] if judged else []
-    said = f"{' to '.join(span)} times as fast; slower in {len(slow)} of {len(judged)} cases"
-    made = [_claim(found, judged, what, not slow, f"{said}{': ' if slow else ''}{'; '.join(slow[:6])}.")]
+    fair = [row for row in coded if row["fair"]]
+    slow = [f"{row['codec']} at {row['side']}² on {row['workers']}" for row in fair if row["times"] < 1]
+    span = [f"{pick(row['times'] for row in fair):.2f}" for pick in (min, max)] if fair else []
+    said = f"{' to '.join(span)} times as fast; slower in {len(slow)} of {len(fair)} cases"
+    made = [_claim(found, fair, what, not slow, f"{said}{': ' if slow else ''}{'; '.join(slow[:6])}.")]
     same = [row for row in found.rows if row["same"] == "yes"]
     what = "All ranks end with the same bits, as processes over TCP."
     made.append(_claim(found, found.rows, what, same == found.rows, f"{len(same)} of {len(found.rows)} cases."))
     for kind, some, key in (
         ("Of fp32 by ring and doubling", [row for row in rows if row["codec"] in (RING, DOUBLING)], "off"),
-        ("Of fp32 dealt as codecs are", [row for row in rows if row["codec"] == DEALT], "off"),
+        ("Of fp32 all-to-all", [row for row in rows if row["codec"] == ALL_TO_ALL], "off"),
         ("Of codecs", coded, "off"),
         ("Of codecs, with the cores and the network of here,", coded, "off_here"),
     ):
@@ -118,16 +118,16 @@ def claims(setup: Setup, found: Found) -> list[Claim]:
     return made
 
 
-def _claim(found: Found, judged: Sequence[Row], what: str, holds: bool, said: str) -> Claim:
-    """Nothing measured decides nothing."""
-    if judged:
+def _claim(found: Found, fair: Sequence[Row], what: str, holds: bool, said: str) -> Claim:
+    """A claim that stays open if nothing was measured."""
+    if fair:
         return Claim(what, holds, said)
     why = "no run that the emulator trusts" if found.refused is None else "this machine refuses network namespaces"
     return Claim(what, None, f"Not measured: {why}.")
 
 
 def rests_on(setup: Setup) -> str:
-    """Sizes and repeats."""
+    """The sizes and repeats."""
     sides, workers = ", ".join(f"{s}²" for s in setup.sides), ", ".join(map(str, setup.workers))
     return (
         f"Emulated: matrices of {sides}; {workers} ranks, one process each, on {CORES} cores; cards of "
@@ -137,21 +137,19 @@ def rests_on(setup: Setup) -> str:
 
 
 MEASURED = [
-    "Emulated: every rank is a process in a network namespace of its own; it does what `Crew` does with a gradient "
-    "(`encode_chunks`, `Lan.deal`, `reduce`, `Lan.exchange`, `gather`, with frames and checksums) over Gloo and the "
-    "kernel's TCP, with new normal numbers each time. Ring is Gloo's own `all_reduce`, which DDP uses; doubling is "
-    "made of its sends and receives; “dealt” is `Lan.mean`: a codec's way without the codec. All begin at one time of "
-    "the machine's clock. Bytes are those of the gateways' queues, with headers and acknowledgements, of all ranks by "
-    "their number; “fewer” compares them with the 2(n-1)/n of fp32 that a ring must send, without headers. Bits are "
-    "compared after every allreduce.",
-    "The emulator shapes links pair by pair: a host has no card that its links would share. So a card is dealt among "
-    "the peers to which a method sends at once: ring and doubling have all of it on each link, dealt chunks 1/(n-1) "
-    "of it on each of the n-1. A TCP stream gets the given rate. A link that has rested lets its first 15 kB through "
-    "unshaped.",
+    "Emulated: every rank is a process in its own network namespace. It does what `LocalStep` does with a gradient "
+    "(`encode_chunks`, `deal`, `reduce`, `exchange`, `gather`, with frames and checksums) over Gloo and the kernel's "
+    "TCP, with new normal numbers each time. Ring is Gloo's own `all_reduce`, which DDP uses; doubling is made of its "
+    "sends and receives; “all-to-all” is `SiteGroup.mean`: the way of a codec without the codec. All ranks begin at "
+    "one time of the machine's clock. Bytes are those of the gateways' queues, with headers and acknowledgements, over "
+    "all ranks, divided by their number; “fewer” compares them with the 2(n-1)/n of fp32 that a ring must send, "
+    "without headers. Bits are compared after every allreduce.",
+    "The emulator shapes links pair by pair: a host has no card that its links would share. So a card is divided among "
+    "the peers to which a method sends at once: ring and doubling have all of it on each link, all-to-all has 1/(n-1) "
+    "of it on each of the n-1. A TCP stream gets the given rate. An idle link lets its first 15 kB through unshaped.",
     "The formula is that of the tables above, with this bit rate and delay, and the codec seconds of one rank alone. "
-    "“As here” is the same with what is different here: ranks share the cores, so while n of them encode on c cores, "
-    "each takes n/c times as long by the clock; delays are as many as were measured; and those first 15 kB of a link "
-    "count once as nothing. “Codec s” is the processor "
-    "time of a rank, with frames. Gloo's threads, the kernel's TCP and the emulator's switch want these cores as well, "
-    "and are in no formula.",
+    "“As here” is the same formula with the conditions of the emulation: ranks share the cores, so while n of them "
+    "encode on c cores, each takes n/c times as long by the clock; delays are as many as were measured; and the first "
+    "15 kB of a link take no time. “Codec s” is the processor time of a rank, with frames. Gloo's threads, the "
+    "kernel's TCP and the emulator's switch use these cores as well, and are in no formula.",
 ]

@@ -1,4 +1,4 @@
-"""What an object holds: every tensor and buffer that can be reached from it, named by the way there."""
+"""The memory that an object holds: every tensor and buffer that can be reached from it, with the path as its name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 
-def vectors(root: object, beside: Iterable[Tensor] = (), *, least: int) -> dict[str, int]:
-    """Bytes by name, each piece of memory once, the elements of a list together; names of fewer than `least` left out.
+def held_bytes(root: object, excluded: Iterable[Tensor] = (), *, least: int) -> dict[str, int]:
+    """Bytes by name. Each piece of memory counts once, and the elements of a list count together.
 
-    What `beside` holds is somebody else's and not counted.
+    Args:
+        root: The object.
+        excluded: Tensors that are not counted.
+        least: Names with fewer bytes are left out.
     """
-    seen = {_place(tensor) for tensor in beside}
+    seen = {_place(tensor) for tensor in excluded}
     found: dict[str, int] = {}
     for name, place, size in _reach(root):
         if place not in seen:
@@ -28,7 +31,7 @@ def vectors(root: object, beside: Iterable[Tensor] = (), *, least: int) -> dict[
 
 
 def _reach(root: object) -> Iterator[tuple[str, int, int]]:
-    """Name, place and bytes of every piece; the shortest way to it names it."""
+    """Name, address and bytes of every piece of memory; the shortest path to a piece is its name."""
     ways: deque[tuple[str, object]] = deque([("", root)])
     met: set[int] = set()
     while ways:

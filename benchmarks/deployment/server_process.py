@@ -1,10 +1,11 @@
-"""Processes under measurement: `weightgrad serve` as an operator starts it, and what the kernel says of a process."""
+"""A global server as a process of its own, and what the operating system says about a process."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -12,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from weightgrad.errors import RunError
-from weightgrad.runtime import issue
-from weightgrad.train.launch import Processes, free_port
-from weightgrad.train.recipe import Recipe
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.launch import Processes, free_port
+from weightgrad.runtime.security import certificates
 
-HERE = Path(__file__).parent
+BENCHMARKS = Path(__file__).parents[1]
 
 
 def recipe_of(sites: int, strategy: Mapping[str, Any]) -> Recipe:
-    """A recipe for a server whose sites bring a model of their own, over links that cost nothing."""
+    """A recipe for a server whose sites bring their own model, over fast links."""
     text = {
         "name": "bench",
         "seed": 3,
@@ -37,7 +38,7 @@ def recipe_of(sites: int, strategy: Mapping[str, Any]) -> Recipe:
 
 
 class Serve:
-    """A global server in a process of its own, listening when the block begins, ended with it.
+    """A context manager: a global server in its own process, which listens when the block begins and ends with it.
 
     `command` stands in for `weightgrad serve`, with the same arguments after it.
     """
@@ -49,7 +50,7 @@ class Serve:
         self.directory, self.address = directory, f"127.0.0.1:{free_port()}"
         self.certificates = directory / "certs" if secure else None
         if secure:
-            issue.create(directory / "certs", ["localhost"], [site.name for site in recipe.site_list])
+            certificates.create(directory / "certs", ["localhost"], [site.name for site in recipe.site_list])
         written = directory / "recipe.yaml"
         written.write_text(recipe.to_yaml())
         self._command = command or [sys.executable, "-m", "weightgrad", "serve"]
@@ -60,7 +61,7 @@ class Serve:
         self.processes = Processes(directory)
 
     def __enter__(self) -> Serve:
-        self.processes.start("server", self._command)
+        self.processes.start("server", self._command, popen)
         until = time.monotonic() + 120
         while not _listens(self.address):
             self.check()
@@ -75,16 +76,16 @@ class Serve:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """The process id of the server."""
         return self.processes.running["server"].pid
 
     def check(self) -> None:
-        """Raise with the end of its log if one has failed."""
+        """Raise RunError with the end of its log if a process has failed."""
         if (name := self.processes.failed()) is not None:
             raise RunError(f"{name} failed:\n{self.processes.tail(name, 30)}")
 
     def wait(self, name: str, seconds: float = 1800.0) -> None:
-        """Until that process has ended well."""
+        """Wait until this process has ended without an error."""
         until = time.monotonic() + seconds
         while self.processes.running[name].poll() is None:
             self.check()
@@ -94,29 +95,35 @@ class Serve:
         self.check()
 
 
-def worker(script: str, ranks: int, told: Mapping[str, Any]) -> list[str]:
-    """The command for a script of this directory: alone, or as ranks under torchrun."""
+def worker(module: str, ranks: int, settings: Mapping[str, Any]) -> list[str]:
+    """The command that runs a module of this directory, in one process or as ranks under torchrun."""
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *run, str(HERE / script), json.dumps(told)]
+    return [sys.executable, *run, "-m", module, json.dumps(settings)]
+
+
+def popen(command: list[str], env: Mapping[str, str], **keywords: Any) -> subprocess.Popen[bytes]:
+    """Start a process that finds the modules of the benchmarks."""
+    paths = os.pathsep.join([str(BENCHMARKS), *filter(None, [env.get("PYTHONPATH")])])
+    return subprocess.Popen(command, env={**env, "PYTHONPATH": paths}, **keywords)
 
 
 def memory(pid: int | str = "self") -> int:
-    """Resident bytes now."""
+    """The resident memory of a process in bytes."""
     return _status(pid, "VmRSS")
 
 
 def peak_memory(pid: int | str = "self") -> int:
-    """The most resident bytes since it began, or since `forget_peak`."""
+    """The peak of the resident memory in bytes, since the start or since `forget_peak`."""
     return _status(pid, "VmHWM")
 
 
 def forget_peak() -> None:
-    """The peak of this process is what it has now."""
+    """Reset the peak of this process to what it has now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time it has used, all threads."""
+    """The processor time that a process has used, all threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
 

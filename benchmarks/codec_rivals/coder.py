@@ -1,4 +1,4 @@
-"""What a rival is: something that encodes, decodes and counts its bytes."""
+"""The interface of a rival codec: it encodes, decodes and counts its bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNKS = (1 << 16, 1 << 18)  # elements: 256 KB and 1 MB of float32
 
 @dataclass(frozen=True)
 class Label:
-    """What a row of the table is about. Rows of one job are compared by task; a comma adds a demand."""
+    """What a row of the table measures. Rows of one job are compared by task; a comma adds a requirement."""
 
     job: str
     task: str
@@ -25,7 +25,7 @@ class Label:
 
 
 class Coder(ABC):
-    """Something that encodes a matrix, holds the result, and decodes it."""
+    """Encodes a matrix, keeps the result, and decodes it."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> None:
@@ -33,7 +33,7 @@ class Coder(ABC):
 
     @abstractmethod
     def decode(self, out: Tensor) -> Tensor:
-        """What was kept as a tensor: `out`, or a new one where the library cannot fill one."""
+        """Decode into `out`, or into a new tensor if the library cannot write into one."""
 
     @abstractmethod
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ Maker = Callable[[Tensor, int], Coder]
 
 @dataclass(frozen=True)
 class Rival:
-    """A row's label, how to make its coder, and the piece sizes to try; none: the whole tensor."""
+    """The label of a row, how to make its coder, and the piece sizes to try; without sizes, the whole tensor."""
 
     label: Label
     make: Maker
@@ -54,7 +54,7 @@ class Rival:
 
 
 class Pieces(Coder):
-    """Arithmetic on flat pieces of the tensor, each stored for itself."""
+    """A coder that works on flat pieces of the tensor and stores each separately."""
 
     scans = False  # whether `scan` must see the whole tensor before the first piece
 
@@ -87,13 +87,13 @@ class Pieces(Coder):
         return out
 
 
-class Residual(Coder):
+class ErrorFeedback(Coder):
     """Error feedback around pieces: h = x + residual, send C(h), residual = h - decoded."""
 
     def __init__(self, inner: Pieces, like: Tensor) -> None:
         self.inner = inner
         self.residual = torch.zeros(like.numel())
-        self.room = torch.zeros(inner.chunk)
+        self.buffer = torch.zeros(inner.chunk)
 
     def encode(self, x: Tensor) -> None:
         flat, inner = x.view(-1), self.inner
@@ -105,7 +105,7 @@ class Residual(Coder):
             if not inner.scans:
                 held.add_(flat[piece])
             inner.pack(piece, held)
-            sent = self.room[: held.numel()]
+            sent = self.buffer[: held.numel()]
             inner.unpack(piece, sent)
             held.sub_(sent)
 
@@ -116,8 +116,8 @@ class Residual(Coder):
         return self.inner.nbytes()
 
 
-class Foreign(Coder):
-    """Functions of a library: pack(part) -> anything, unpack(anything) -> tensor."""
+class LibraryCoder(Coder):
+    """A coder made of the functions of a library: pack(tensor) -> any object, unpack(object) -> tensor."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Foreign(Coder):
             self.kept[place] = self.pack(part)
 
     def decode(self, out: Tensor) -> Tensor:
-        if len(self.kept) == 1:  # its result is a new tensor; a copy of it would only cost the rival time
+        if len(self.kept) == 1:  # the result is a new tensor; copying it would only cost the rival time
             return self.unpack(self.kept[0]).view(out.shape)
         for part, kept in zip(torch.split(out.view(-1), self.chunk), self.kept, strict=True):
             part.copy_(self.unpack(kept).view(-1))

@@ -1,4 +1,4 @@
-"""Seconds from kill -9, or from a cut line, until every site trains again."""
+"""Seconds from a SIGKILL, or from a cut connection, until every site trains again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from field_rehearsal import Rehearsal, digits
-from field_sheet import Sheet
+from deployment.live_run import LiveRun, digits
+from result_table import ResultTable
 
 STRATEGY = "baseline"
-FURTHER = 2  # steps: the answer of one may have been on its way when it happened
+FURTHER = 2  # steps; the result of one may have been in flight when the fault came
 LIMIT_S = 300.0
 COLUMNS = [
     ("what happens", "what", "{}"),
@@ -32,38 +32,38 @@ class Plan:
     """What is measured."""
 
     times: int = 3
-    settle: int = 70  # steps between two events; a site writes its state every 50
+    steps_between: int = 70  # steps between two events; a site writes a checkpoint every 50
 
 
-QUICK = Plan(times=1, settle=10)
+QUICK = Plan(times=1, steps_between=10)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens to a run, and is put right at once."""
+    """A fault that is repaired at once."""
 
     what: str
-    starts: bool  # a process, which has to import everything
-    do: Callable[[Rehearsal], None]
+    starts: bool  # whether a process starts, which has to import everything
+    do: Callable[[LiveRun], None]
 
 
-def _again(name: str) -> Callable[[Rehearsal], None]:
-    def do(run: Rehearsal) -> None:
+def _again(name: str) -> Callable[[LiveRun], None]:
+    def do(run: LiveRun) -> None:
         run.kill(name)
         run.start(name)
 
     return do
 
 
-def _rank(rank: int) -> Callable[[Rehearsal], None]:
-    def do(run: Rehearsal) -> None:
+def _rank(rank: int) -> Callable[[LiveRun], None]:
+    def do(run: LiveRun) -> None:
         assert run.kill_worker("east", rank)
 
     return do
 
 
-def _cut(run: Rehearsal) -> None:
-    assert run.wires["east"].cut()
+def _cut(run: LiveRun) -> None:
+    assert run.proxies["east"].cut()
 
 
 ALONE = (
@@ -77,9 +77,9 @@ TORCHRUN = (
 )
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
-    """One sheet."""
-    sheet = Sheet(
+def measure(plan: Plan, report: Callable[[str], None]) -> list[ResultTable]:
+    """Apply every fault several times and measure the recovery."""
+    table = ResultTable(
         "recovery",
         "Time to recover",
         f"Two sites on digits, strategy {STRATEGY}, so that every step needs the server and the other site; mutual "
@@ -92,12 +92,12 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
     for workers, events in ((1, ALONE), (2, TORCHRUN)):
         with tempfile.TemporaryDirectory() as name:
             recipe = digits(STRATEGY, east=workers)
-            with Rehearsal(recipe, Path(name)) as run:
+            with LiveRun(recipe, Path(name)) as run:
                 run.start()
                 for event in events:
-                    say(f"recovery: {event.what}")
+                    report(f"recovery: {event.what}")
                     found = [_once(run, event, plan) for _ in range(plan.times)]
-                    sheet.rows.append(
+                    table.rows.append(
                         {
                             "what": event.what,
                             "median_s": statistics.median(found),
@@ -108,11 +108,11 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
                             "all_s": found,
                         }
                     )
-    return [sheet]
+    return [table]
 
 
-def _once(run: Rehearsal, event: Event, plan: Plan) -> float:
-    run.until({name: step + plan.settle for name, step in run.steps().items()}, LIMIT_S)
+def _once(run: LiveRun, event: Event, plan: Plan) -> float:
+    run.until({name: step + plan.steps_between for name, step in run.steps().items()}, LIMIT_S)
     began = time.monotonic()
     event.do(run)
     run.until({name: step + FURTHER for name, step in run.steps().items()}, LIMIT_S)

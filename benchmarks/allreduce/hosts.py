@@ -1,8 +1,8 @@
-"""Ranks as processes, each on an emulated host of its own, all told at once what to do.
+"""Ranks as processes, each on its own emulated host.
 
-Links are shaped pair by pair: no two of a host's links share anything. A network card is what they would share, and
-what the formula counts with; so a card's rate is dealt among the peers to which a method sends at the same time. Who
-sends to one peer at a time (ring, doubling) has all of it on every link, who sends to all at once 1/(n-1).
+The emulator shapes links pair by pair, while on a real host all links share a network card. So the rate of the card is
+divided among the peers to which a method sends at the same time: a method that sends to one peer at a time (ring,
+doubling) has the whole rate on every link, a method that sends to all at once has 1/(n-1) of it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from field_sheet import Row
+from result_table import Row
 from tables import HERE, ROOT
 
-from weightgrad.emulate.choose import open_wan
-from weightgrad.emulate.network import Network
-from weightgrad.emulate.topology import WanLink
 from weightgrad.errors import NamespacesRefusedError, RunError
-from weightgrad.train.emulated import LINE
+from weightgrad.lab.emulate.choose import open_wan
+from weightgrad.lab.emulate.network import Network
+from weightgrad.lab.emulate.topology import WanLink
+from weightgrad.lab.run.emulation import LINE
 
 _PORT = 29500
-_PATIENCE_S = 300.0  # a rank's own is shorter, and it says what it waited for
-_LEAD_S, _LEAD_RANK_S = 0.03, 0.005  # until the start: time to tell everybody
+_TIMEOUT_S = 300.0  # longer than the timeout of a rank, whose error says what it waited for
+_LEAD_S, _LEAD_RANK_S = 0.03, 0.005  # until the start, so that every rank has its request by then
 _QUIET_S = 0.1  # after which the last acknowledgements are through, also delayed ones
 
 
 @functools.cache
 def refusal() -> str | None:
-    """Why ranks cannot have hosts of their own: modelled ones are behind relays, of which Gloo knows nothing."""
+    """Why ranks cannot have emulated hosts here, or None. Gloo cannot use the relays of a modelled network."""
     with open_wan(["lone"], []) as wan:
         return wan.reason if wan.describe()["kind"] == "modelled" else None
 
 
 def names(workers: int) -> list[str]:
-    """Of their hosts."""
+    """The names of the hosts."""
     return [f"rank{place}" for place in range(workers)]
 
 
 def network(workers: int, bit_s: float, delay: float) -> Network:
-    """Everybody joined to everybody; a TCP stream gets so much on each link."""
+    """A network that links every pair of hosts; a TCP stream gets this rate on each link."""
     if (why := refusal()) is not None:
         raise NamespacesRefusedError(f"ranks need hosts of their own, and this machine has none: {why}")
     pairs = itertools.combinations(names(workers), 2)
@@ -55,18 +55,18 @@ def network(workers: int, bit_s: float, delay: float) -> Network:
 
 
 def link(between: tuple[str, str], bit_s: float, delay: float) -> WanLink:
-    """The emulator wants the line's rate, which is more than a stream gets."""
+    """A link of the emulator, whose rate is higher than what a TCP stream gets."""
     return WanLink(between, bit_s * LINE, delay)
 
 
 def set_links(wan: Network, bit_s: float, delay: float) -> None:
-    """All of them alike."""
+    """Set all links to the same rate and delay."""
     for one in wan.links:
         wan.set_link(*one.between, bandwidth_bit_s=bit_s * LINE, delay_seconds=delay)
 
 
 class Ranks:
-    """One process on every host; ended with the block, however it ends."""
+    """A context manager: one process on every host, all killed when the block ends."""
 
     def __init__(self, wan: Network, logs: Path) -> None:
         self._wan, self._logs = wan, logs
@@ -78,7 +78,7 @@ class Ranks:
             for place, name in enumerate(self._wan.hosts):
                 self._processes[name] = self._start(name, place)
             for name in self._wan.hosts:
-                self._hear(name)
+                self._reply(name)
         except BaseException:
             self.__exit__()
             raise
@@ -98,7 +98,7 @@ class Ranks:
             "MASTER_ADDR": self._wan.host(self._wan.hosts[0]).address,
             "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT))),
         }
-        command = [sys.executable, "-W", "ignore", str(HERE / "allreduce_child.py")]
+        command = [sys.executable, "-W", "ignore", "-m", "allreduce.rank_process"]
         with open(self._log(name), "wb") as log:
             return self._wan.host(name).popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
@@ -108,18 +108,18 @@ class Ranks:
         return self._logs / f"{name}.log"
 
     def ask(self, request: Row) -> list[Row]:
-        """All of them at once; their answers, in order."""
+        """Send a request to all ranks at once and return their replies in the order of the ranks."""
         for process in self._processes.values():
             try:
                 print(json.dumps(request), file=_pipe(process.stdin), flush=True)
             except BrokenPipeError:
-                continue  # it has ended: hearing it says why
-        return [self._hear(name) for name in self._processes]
+                continue  # it has ended; reading its reply raises the reason
+        return [self._reply(name) for name in self._processes]
 
-    def _hear(self, name: str) -> Row:
+    def _reply(self, name: str) -> Row:
         out = _pipe(self._processes[name].stdout)
-        if not select.select([out], [], [], _PATIENCE_S)[0]:
-            raise RunError(f"{name} has said nothing for {_PATIENCE_S:g} s; the end of its log: {self._tail(name)}")
+        if not select.select([out], [], [], _TIMEOUT_S)[0]:
+            raise RunError(f"{name} has not replied for {_TIMEOUT_S:g} s; the end of its log: {self._tail(name)}")
         line = out.readline()
         if not line:
             raise RunError(f"{name} has ended; the end of its log: {self._tail(name)}")
@@ -131,9 +131,9 @@ class Ranks:
         return "; ".join(lines[-3:]) or "empty"
 
     def measure(self, method: str, numel: int, repeats: int) -> Row:
-        """So many allreduces after a first, which opens connections and settles error feedback; and the verdict."""
+        """Time several allreduces after a first one, which opens connections and fills the error feedback."""
         self.ask({"method": method, "numel": numel})
-        self._wan.fresh()
+        self._wan.reset_stats()
         rounds = [self._round(step) for step in range(repeats + 1)]
         verdict = self._wan.verdict()
         kept = {key: [one[key] for one in rounds[1:]] for key in rounds[0] if key != "same"}
@@ -144,14 +144,14 @@ class Ranks:
         self.ask({"step": step})
         before = self._passed()
         at = time.monotonic() + _LEAD_S + _LEAD_RANK_S * len(self._processes)
-        said = self.ask({"at": at})
+        replies = self.ask({"at": at})
         time.sleep(_QUIET_S)
         return {
-            "clock": max(one["end"] for one in said) - at,
+            "clock": max(one["end"] for one in replies) - at,
             "line_bytes": self._passed() - before,
-            **{key: mean([one[key] for one in said]) for key in ("processor", "codec", "codec_clock")},
-            "same": len({one["digest"] for one in said}) == 1,
-            "digest": said[0]["digest"],
+            **{key: mean([one[key] for one in replies]) for key in ("processor", "codec", "codec_clock")},
+            "same": len({one["digest"] for one in replies}) == 1,
+            "digest": replies[0]["digest"],
         }
 
     def _passed(self) -> int:
@@ -159,7 +159,7 @@ class Ranks:
 
 
 def mean(numbers: Sequence[float]) -> float:
-    """Of the ranks."""
+    """The mean over the ranks."""
     return sum(numbers) / len(numbers)
 
 

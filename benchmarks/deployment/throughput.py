@@ -1,4 +1,4 @@
-"""How much a global server takes: sites on loopback with mutual TLS that push what was encoded beforehand."""
+"""Throughput of a global server: sites on loopback with mutual TLS send pushes that were encoded beforehand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import field_clients
-from field_process import Serve, peak_memory, recipe_of
-from field_sheet import Row, Sheet, parameters
+from deployment import clients
+from deployment.server_process import Serve, peak_memory, recipe_of
+from result_table import ResultTable, Row, parameters
 
 CODECS = ("qsgd(bits=4)", "ef(topk(0.01))")
 COLUMNS = [
@@ -45,34 +45,34 @@ class Plan:
 QUICK = Plan(sites=(1, 4), numels=(200_000,), states=(True,), seconds=0.5)
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
-    """A sheet without and one with state on disk."""
-    return [_sheet(plan, state, say) for state in plan.states]
+def measure(plan: Plan, report: Callable[[str], None]) -> list[ResultTable]:
+    """One table for each way to keep state: without a state directory, and with one."""
+    return [_table(plan, state, report) for state in plan.states]
 
 
-def _sheet(plan: Plan, state: bool, say: Callable[[str], None]) -> Sheet:
-    how = "with `--state` (every round is on the disk before its answer leaves)" if state else "without `--state`"
-    sheet = Sheet(
+def _table(plan: Plan, state: bool, report: Callable[[str], None]) -> ResultTable:
+    how = "with `--state` (every round is on disk before its result is sent)" if state else "without `--state`"
+    table = ResultTable(
         "throughput-state" if state else "throughput",
-        f"What a global server takes, {how.split(' (')[0]}",
-        f"`weightgrad serve` {how}, in a process of its own with one thread for the kernels; sites on loopback, mutual "
-        "TLS, four connections each, synchronous rounds of updates that were encoded beforehand. The row is diloco "
-        "with every=1, mean, and the codec both ways; the guard is on, so every update is decoded twice. Sites share "
-        "the machine's cores with the server. Encoded: what sites send; decoded: the float32 it stands for.",
+        f"Throughput of a global server, {how.split(' (')[0]}",
+        f"`weightgrad serve` {how}, in its own process with one thread for the kernels; sites on loopback, mutual TLS, "
+        "four connections each, synchronous rounds of updates that were encoded beforehand. The strategy is diloco "
+        "with every=1, mean, and the codec in both directions; the guard is on, so every update is decoded twice. "
+        "Sites share the machine's cores with the server. Encoded: what sites send; decoded: the float32 values of it.",
         COLUMNS,
     )
     for numel in plan.numels:
         for codec in plan.codecs:
             for sites in plan.sites:
-                say(f"throughput: {codec}, {parameters(numel)}, {sites} sites, {'with' if state else 'no'} state")
-                sheet.rows.append(_row(plan, sites, numel, codec, state))
-    sheet.notes += _growth(sheet.rows)
-    return sheet
+                report(f"throughput: {codec}, {parameters(numel)}, {sites} sites, {'with' if state else 'no'} state")
+                table.rows.append(_row(plan, sites, numel, codec, state))
+    table.notes += _growth(table.rows)
+    return table
 
 
 def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
-    row = {"name": "diloco", "every": 1, "up": codec, "down": codec, "aggregator": "mean"}
-    recipe = recipe_of(sites, row)
+    strategy = {"name": "diloco", "every": 1, "up": codec, "down": codec, "aggregator": "mean"}
+    recipe = recipe_of(sites, strategy)
     names = [site.name for site in recipe.site_list]
     count = min(sites, os.cpu_count() or 1)  # processes that play the sites
     groups = [tuple(names[start::count]) for start in range(count)]
@@ -83,10 +83,10 @@ def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
         certs = server.certificates
         assert certs is not None
         loads = [
-            field_clients.Load(server.address, certs, group, names[0], numel, codec, plan.warm, plan.seconds)
+            clients.Load(server.address, certs, group, names[0], numel, codec, plan.warm, plan.seconds)
             for group in groups
         ]
-        found = field_clients.start(loads, server.pid, multiprocessing.get_context("spawn"))
+        found = clients.start(loads, server.pid, multiprocessing.get_context("spawn"))
         peak, rest = peak_memory(server.pid), server.rest_bytes
     updates, cpu = found.rounds * sites, found.cpu[1] - found.cpu[0]
     return {
@@ -98,7 +98,7 @@ def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
         "rounds": found.rounds,
         "seconds": found.seconds,
         "push_bytes": found.push_bytes,
-        "answer_bytes": found.answer_bytes,
+        "result_bytes": found.result_bytes,
         "rounds_s": found.rounds / found.seconds,
         "updates_s": updates / found.seconds,
         "encoded_mb_s": updates * found.push_bytes / found.seconds / 1e6,
@@ -111,7 +111,7 @@ def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
 
 
 def _growth(rows: list[Row]) -> list[str]:
-    """For each kind of update: what one more site costs the server's memory."""
+    """For each kind of update, the server memory that one more site costs."""
     notes = []
     for (codec, shown), group in groupby(rows, key=lambda row: (row["codec"], row["shown"])):
         found = list(group)

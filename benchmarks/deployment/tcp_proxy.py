@@ -1,4 +1,4 @@
-"""A wire that can be cut: carries TCP connections to an address until told to break them."""
+"""A TCP proxy whose connections can be cut."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import struct
 import threading
 import time
 
-_RESET = struct.pack("ii", 1, 0)  # close without a goodbye
+_RESET = struct.pack("ii", 1, 0)  # closing sends a reset
 
 
-class Proxy:
-    """Listens on a port of its own on this machine. A thread for each direction of each connection."""
+class TcpProxy:
+    """Forwards connections from a local port to an address, with a thread for each direction of a connection."""
 
     def __init__(self, address: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -25,7 +25,11 @@ class Proxy:
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def cut(self, seconds: float = 0.0) -> int:
-        """Break every connection, and refuse new ones for so long; how many were broken."""
+        """Reset every connection and refuse new ones for so many seconds.
+
+        Returns:
+            How many connections were reset.
+        """
         self._closed_until = time.monotonic() + seconds
         with self._lock:
             found, self._open = self._open, set()
@@ -34,7 +38,7 @@ class Proxy:
         return len(found) // 2
 
     def close(self) -> None:
-        """For ever."""
+        """Stop listening and reset every connection."""
         # A thread in accept() would keep the port open.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

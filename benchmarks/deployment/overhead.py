@@ -1,4 +1,4 @@
-"""What `prepare` costs a step: the same model plain and prepared, in one process, a step of each in turn."""
+"""What `prepare` adds to a step: a plain and a prepared copy of a model take steps in turn, in one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from field_process import Serve, recipe_of, worker
-from field_sheet import Row, Sheet, parameters
+from deployment.server_process import Serve, popen, recipe_of, worker
+from result_table import ResultTable, Row, parameters
 
-CHILD = "field_overhead_child.py"
+MODULE = "deployment.overhead_process"
 COLUMNS = [
     ("model", "model", "{}"),
     ("batch", "batch", "{:d}"),
@@ -53,36 +53,36 @@ class Plan:
 QUICK = Plan((Subject("mlp", 32, {"width": 256}),), ("baseline", "weightgrad"), seconds=1.0, blocks=4)
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> list[Sheet]:
-    """A sheet for one process against plain PyTorch, one for two ranks against DDP."""
-    return [_sheet(plan, ranks, say) for ranks in plan.ranks]
+def measure(plan: Plan, report: Callable[[str], None]) -> list[ResultTable]:
+    """Measure one process against plain PyTorch, and two ranks against DDP, in a table each."""
+    return [_table(plan, ranks, report) for ranks in plan.ranks]
 
 
-def _sheet(plan: Plan, ranks: int, say: Callable[[str], None]) -> Sheet:
-    rival = "plain PyTorch" if ranks == 1 else f"DDP over Gloo, {ranks} ranks"
-    sheet = Sheet(
+def _table(plan: Plan, ranks: int, report: Callable[[str], None]) -> ResultTable:
+    reference = "plain PyTorch" if ranks == 1 else f"DDP over Gloo, {ranks} ranks"
+    table = ResultTable(
         f"overhead-{ranks}",
-        f"Step time against {rival}",
+        f"Step time against {reference}",
         "One site and a server on the same machine, without TLS, one thread a process; two copies of the model, a step "
         "of one and a step of the other in turn. The ratio is that of ten steps of each, so a round every ten steps is "
         "in it: the median over all tens, with a bootstrap interval of it. A typical step is the median ratio of "
-        "single steps. Waiting is what a prepared step spends, on average, on answers of the server, which here has "
+        "single steps. Waiting is what a prepared step spends, on average, on results of the server, which here has "
         "the other cores of the machine, and a network that costs nothing.",
         COLUMNS,
     )
     for subject in plan.subjects:
         for strategy in plan.strategies:
-            say(f"overhead: {subject.model}, {strategy}, {ranks} rank(s)")
-            sheet.rows.append(_row(plan, subject, strategy, ranks))
-    return sheet
+            report(f"overhead: {subject.model}, {strategy}, {ranks} rank(s)")
+            table.rows.append(_row(plan, subject, strategy, ranks))
+    return table
 
 
 def _row(plan: Plan, subject: Subject, strategy: str, ranks: int) -> Row:
     with tempfile.TemporaryDirectory() as name:
         with Serve(Path(name), recipe_of(1, {"name": strategy}), secure=False) as server:
-            told = {"address": server.address, "model": subject.model, "batch": subject.batch}
-            told |= {"options": subject.options, "seconds": plan.seconds, "blocks": plan.blocks}
-            server.processes.start("site", worker(CHILD, ranks, {**told, "out": f"{name}/times.json"}))
+            settings = {"address": server.address, "model": subject.model, "batch": subject.batch}
+            settings |= {"options": subject.options, "seconds": plan.seconds, "blocks": plan.blocks}
+            server.processes.start("site", worker(MODULE, ranks, {**settings, "out": f"{name}/times.json"}), popen)
             server.wait("site")
         found = json.loads(Path(name, "times.json").read_text())
     times, block = found["times"], found["block"]
