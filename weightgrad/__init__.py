@@ -19,17 +19,34 @@ from weightgrad import codecs, errors, kernels, wire
 from weightgrad.errors import WeightGradError
 
 if TYPE_CHECKING:
+    from weightgrad.quantized import load_packed, load_quantized, save_quantized
     from weightgrad.runtime.session import Site, join
 
 __version__ = importlib.metadata.version("weightgrad")
 
-__all__ = ["Site", "WeightGradError", "__version__", "codecs", "errors", "join", "kernels", "wire"]
+__all__ = [
+    "Site",
+    "WeightGradError",
+    "__version__",
+    "codecs",
+    "errors",
+    "join",
+    "kernels",
+    "load_packed",
+    "load_quantized",
+    "save_quantized",
+    "wire",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Load `join` and `Site` on first use: importing gRPC takes a while."""
+    """Load what is not always needed on first use: importing gRPC takes a while."""
     if name in ("Site", "join"):
         from weightgrad.runtime import session
 
         return getattr(session, name)
+    if name in ("load_packed", "load_quantized", "save_quantized"):
+        from weightgrad import quantized
+
+        return getattr(quantized, name)
     raise AttributeError(f"module 'weightgrad' has no attribute {name!r}")

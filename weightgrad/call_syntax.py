@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ MAX_LENGTH = 1000  # characters of a chain
 MAX_LIST_LENGTH = 10_000  # characters of a list
 MAX_DEPTH = 32  # calls and chains inside each other
 
+_PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' syntax trees in one place, and fails
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -66,7 +68,9 @@ def parse(text: str) -> Call | Chain:
     if len(text) > MAX_LENGTH:
         raise CallSyntaxError(f"it has {len(text)} characters, at most {MAX_LENGTH} are allowed")
     try:
-        return _chain(ast.parse(text.strip(), mode="eval").body, 0)
+        with _PARSING:
+            body = ast.parse(text.strip(), mode="eval").body
+        return _chain(body, 0)
     except (RecursionError, MemoryError):
         raise CallSyntaxError("it is nested too deeply") from None
     except SyntaxError as error:

@@ -27,6 +27,7 @@
     ├── StrategyError             a row of parts that do not fit together
     ├── ProtocolError             a message that no honest peer would send now
     ├── RunError                  a run directory that is missing, damaged or of another recipe
+    ├── ModelFileError            a model file that is missing, damaged, or not of the kind that was asked for
     ├── CheckpointError           a checkpoint that is damaged, of another model, or cannot be written
     ├── CredentialsError          certificates that are missing, expired, revoked or of somebody else
     ├── RefusedError              the global server does not let this site in, and says why
@@ -152,6 +153,10 @@ class RunError(WeightGradError, RuntimeError):
 
 class DataError(WeightGradError, RuntimeError):
     """A data set that is missing, damaged or unreachable."""
+
+
+class ModelFileError(WeightGradError, ValueError):
+    """A model file that is missing, damaged, or not of the kind that was asked for."""
 
 
 class CheckpointError(WeightGradError, RuntimeError):

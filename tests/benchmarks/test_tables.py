@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import server_cost
 import table_allreduce
 import table_consistency
 import table_limits
+import table_long
 import table_mlp
 import table_qsgd
 import table_runs
@@ -101,26 +104,88 @@ def test_weightgrads_table(options: Options, monkeypatch: pytest.MonkeyPatch) ->
     assert "dgc warms up over" in text
 
 
-def test_qsgds_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    split = validation_split.Split(Path("nowhere"), 1000, 100)
-    monkeypatch.setattr(validation_split, "cifar10", lambda _: split)
-    monkeypatch.setattr(validation_split, "fashion_mnist", lambda _: split)
+QSGD = table_qsgd.Plan(
+    seeds=1, cifar_seeds=1, most_nodes=2, evaluate_on=20, cifar_evaluate_on=20, timed=(), models=("alexnet32", "lenet")
+)
+
+
+@pytest.fixture
+def qsgd_on_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """QSGD's runs are of a step on a data set that is always there; nothing is held out of it."""
     real = table_qsgd.recipe
     settings = ["data={name: digits}", "model={name: lenet-digits}", "training.batch=2", "training.steps=1"]
 
-    def small(model: str, split: validation_split.Split, plan: table_qsgd.Plan, nodes: int) -> Recipe:
-        return real(model, split, plan, nodes).with_settings(settings)
+    def small(model: str, plan: table_qsgd.Plan, nodes: int) -> Recipe:
+        return real(model, plan, nodes).with_settings(settings)
 
     monkeypatch.setattr(table_qsgd, "recipe", small)
-    plan = table_qsgd.Plan(seeds=1, cifar_seeds=1, most_nodes=2, evaluate_on=20, cifar_evaluate_on=20, timed=())
-    document = table_qsgd.make(plan, options)
+    monkeypatch.setattr(validation_split, "write", lambda name, directory: directory)
+
+
+@pytest.mark.usefixtures("qsgd_on_digits")
+def test_qsgds_table(options: Options) -> None:
+    document = table_qsgd.make(QSGD, options)
     text = written(document, options)
     assert "2 bits, nearest, error feedback" in text
+    assert "Cannot be told" not in text
     grid = next(table for table in document.tables if table.name == "LeNet, 2 nodes")
     assert len(grid.rows) == 13
     by_name = {row["name"]: row for row in grid.rows}
     assert 13 < by_name["2 bits, stochastic"]["ratio"] < 16
     assert 3.8 < by_name["8 bits, nearest"]["ratio"] < 4
+    assert all("±" in row["far"] and row["verdict"] for row in grid.rows[1:])
+
+
+def test_qsgds_full_plan_is_the_reports() -> None:
+    cells = table_qsgd.wanted(table_qsgd.FULL)
+    for name, seeds in (("AlexNet", 3), ("ResNet-110", 1)):
+        for nodes in (1, 2, 4, 8):
+            own = [cell for cell in cells if cell.part == f"{name}, {nodes} node{'s' if nodes > 1 else ''}"]
+            assert len(own) == 13 * seeds
+            assert all(cell.held_out for cell in own)
+            assert {cell.recipe.training.evaluate_on for cell in own} == {5000}
+    assert [cell.key.seed for cell in cells] == sorted(cell.key.seed for cell in cells)
+    assert len({(cell.part, cell.row, cell.key.mark, cell.key.seed) for cell in cells}) == len(cells)
+    assert cells[0].part == "AlexNet, 4 nodes"
+
+
+def test_a_verdict_is_an_interval() -> None:
+    assert table_qsgd.verdict(Difference(-1.0, 0.4)) == "loses 0.60 to 1.40"
+    assert table_qsgd.verdict(Difference(1.0, 0.4)) == "gains 0.60 to 1.40"
+    assert table_qsgd.verdict(Difference(-0.2, 0.4)) == "between -0.60 and +0.20"
+
+
+PARTIAL: dict[str, Callable[[Options], Document]] = {
+    "mlp": lambda options: table_mlp.make(MLP, options),
+    "qsgd": lambda options: table_qsgd.make(QSGD, options),
+    "weightgrad": lambda options: table_weightgrad.make(table_weightgrad.Plan(steps=1), options),
+    "long": lambda options: table_long.make(table_long.Plan(steps=1), options),
+}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.usefixtures("qsgd_on_digits")
+def test_a_table_is_made_of_few_runs(name: str, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    laptop = Recipe.load(tables.ROOT / "recipes" / "laptop.yaml")
+    digits = laptop.with_settings(["training.steps=1", "training.batch=6", "training.evaluate_on=20"])
+    monkeypatch.setattr(table_weightgrad, "recipes", lambda _: {"CifarNet, 8 workers": digits})
+    monkeypatch.setattr(table_long, "recipe", lambda _: digits)
+    real, made = train_run.simulate, 0
+
+    def only_two(*arguments: Any, **settings: Any) -> object:
+        nonlocal made
+        made += 1
+        if made > 2:
+            raise RunError("enough")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(train_run, "simulate", only_two)
+    assert sys.modules[f"table_{name}"].PARTIAL
+    PARTIAL[name](options)
+    document = PARTIAL[name](dataclasses.replace(options, resume=False))
+    assert not document.failures
+    document.missing = ["the rest"]
+    assert "## What is missing\n- the rest\n" in document.markdown(options, "x")
 
 
 def outcome(setting: table_limits.Setting, ratio: float, points: float, twice: float = 0.5) -> table_limits.Outcome:
@@ -183,6 +248,15 @@ def test_the_dense_networks_epochs_are_whole(capsys: pytest.CaptureFixture[str])
     assert "error: images=800: epochs are whole with a multiple of batch=48" in capsys.readouterr().err
 
 
+def test_a_vector_of_fp32_has_four_bytes_a_parameter(options: Options) -> None:
+    plan = dataclasses.replace(MLP, epochs=3, width=64)
+    (cell, *_) = table_mlp.wanted(plan)
+    (run,) = table_runs.run([cell], options).all()
+    numel = run.summary["parameters"]
+    found = table_mlp.vector_mb(plan, numel, run.summary["lan_bytes"] / 1e6)
+    assert found == pytest.approx(4 * numel / 1e6, rel=0.02)  # and the heads of messages, in so small a model
+
+
 def test_every_image_is_seen_once_an_epoch(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = datasets.Dataset.train
@@ -237,6 +311,12 @@ def test_a_difference_knows_its_error() -> None:
     assert [Difference(1, 0.5).above(limit) for limit in (0.0, 0.8, 2.0)] == [True, None, False]
 
 
+def test_an_undecided_claim_may_have_a_word_of_its_own() -> None:
+    assert (
+        Claim("It is fast.", None, "3 times.", undecided="Between 2 and 4").line().startswith("- **Between 2 and 4**")
+    )
+
+
 def test_claims_report_what_was_found() -> None:
     lines = [Claim("It is fast.", holds, "3 times.").line() for holds in (True, False, None)]
     assert lines[0] == "- **Holds**: It is fast. 3 times."
@@ -267,28 +347,28 @@ def test_a_cache_of_another_machine_is_not_read(tmp_path: Path) -> None:
     assert MeasurementCache(path).get("a", lambda: {"x": 2}) == {"x": 2}
 
 
-def test_the_server_holds_no_more_for_more_sites() -> None:
-    few, many = (server_cost.measure(server_cost.Case("weightgrad", sites, 5000), 1) for sites in (2, 12))
+def test_the_server_holds_only_the_encoded_pushes_of_more_sites() -> None:
+    few, many = (server_cost.measure(server_cost.Case("weightgrad", sites, 50_000), 1) for sites in (2, 12))
     assert few is not None
     assert many is not None
-    assert many["held_mb"] == pytest.approx(few["held_mb"], rel=0.05)
+    pushes = 10 * many["push_kb"] / 1000
+    assert many["held_mb"] == pytest.approx(few["held_mb"] + pushes, rel=0.02)
     assert many["backwards_mb"] > many["held_mb"]
     assert server_cost.measure(server_cost.Case("baseline", 10**6, 5000), 1) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "make"), [("cifar10", validation_split.cifar10), ("fashion-mnist", validation_split.fashion_mnist)]
-)
-def test_held_out_is_not_trained_on(name: str, make: Callable[[Path], validation_split.Split], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", validation_split.SIZES)
+def test_held_out_is_not_trained_on(name: str, tmp_path: Path) -> None:
     try:
         whole = datasets.load(name)
     except DataError:
         pytest.skip(f"{name} has not been fetched")
-    split = make(tmp_path)
-    part = datasets.load(name, tmp_path, limit=split.train)
+    train, held_out = validation_split.SIZES[name]
+    place = validation_split.write(name, tmp_path)
+    part = datasets.load(name, place, limit=train)
     assert isinstance(whole, datasets.Dataset)
     assert isinstance(part, datasets.Dataset)
-    assert split.train + split.held_out == whole.train_count
-    assert part.train_count == split.train
-    assert part.test_images[: split.held_out].equal(whole.train_images[split.train :])
-    assert part.test_labels[: split.held_out].equal(whole.train_labels[split.train :])
+    assert train + held_out == whole.train_count
+    assert part.train_count == train
+    assert part.test_images[:held_out].equal(whole.train_images[train:])
+    assert part.test_labels[:held_out].equal(whole.train_labels[train:])

@@ -61,6 +61,9 @@ SPECS = [
     "ef(clip(2.5) > terngrad())",
     "ef(topk(0.01) > qsgd(bits=4, bucket=512))",
     "topk(0.2) > (clip(2.5) > elias())",
+    "warmup(8, sign())",
+    "warmup(0, onebit())",
+    "ef(warmup(0, qsgd(bits=4)))",
     "lossaware()",
     "lossaware(exact=True)",
     "lossaware(bits=1)",
@@ -87,6 +90,7 @@ STOCHASTIC = {
     "ef(clip(2.5) > terngrad())",
     "ef(topk(0.01) > qsgd(bits=4, bucket=512))",
     "topk(0.2) > (clip(2.5) > elias())",
+    "ef(warmup(0, qsgd(bits=4)))",
 }
 # The body lands in the caller's buffer.
 FILLS_OUT = {
@@ -116,6 +120,9 @@ FILLS_OUT = {
     "ef(codebook())",
     "ef(onebit(feedback=False))",
     "ef(clip(2.5) > terngrad())",
+    "warmup(8, sign())",
+    "warmup(0, onebit())",
+    "ef(warmup(0, qsgd(bits=4)))",
 }
 # More than 2**24 elements, one encode and decode each. Left out: one scale a row (fifty passes over
 # all rows) and codes of 5 bits, which take seconds at this size.

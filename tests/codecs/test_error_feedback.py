@@ -37,6 +37,8 @@ INNER = [
     "threshold(1.0) > sign()",
     "clip(2.0)",
     "clip(2.0) > terngrad()",
+    "warmup(1, qsgd(bits=4))",
+    "warmup(3, topk(0.05) > sign())",
     "lossaware()",
     "lossaware(bits=1)",
     "lossaware(bits=4)",

@@ -194,7 +194,23 @@ ALL = [
     codecs.LossAware(per="row"),
     codecs.LossAware(bits=1, per="row"),
     codecs.LossAware(bits=5, per="row"),
+    codecs.LossAware(fisher=True),
+    codecs.LossAware(bits=4, fisher=True),
 ]
+
+
+@pytest.mark.parametrize("bits", ["ternary", 1, 3])
+@pytest.mark.parametrize("per", ["tensor", "row"])
+def test_fisher_is_the_squared_curvature(bits: int | str, per: str) -> None:
+    w, d = randn(7, 301), torch.exp2(torch.floor(4 * randn(7, 301, seed=1)))  # powers of two: squares are exact
+    squared = encode(codecs.LossAware(bits=bits, per=per), w, d.square())
+    torch.testing.assert_close(
+        codecs.decode(encode(codecs.LossAware(bits=bits, per=per, fisher=True), w, d)), codecs.decode(squared)
+    )
+    assert torch.equal(
+        encode(codecs.LossAware(bits=bits, per=per, fisher=True), w).body,
+        encode(codecs.LossAware(bits=bits, per=per), w).body,
+    )
 
 
 @pytest.mark.parametrize("codec", ALL, ids=str)

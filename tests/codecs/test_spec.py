@@ -422,7 +422,7 @@ def test_signatures_are_specs_but_for_what_must_be_given() -> None:
         assert signature.startswith(f"{name}(")
         assert signature.endswith(" > CODEC") == issubclass(cls, codecs.Stage)
         assert codecs.summary(cls)
-        filled = re.sub(r"\b(fraction|value|sigma)(?!=)", "1", signature).replace("CODEC", "fp32")
+        filled = re.sub(r"\b(fraction|value|sigma|steps)(?!=)", "1", signature).replace("CODEC", "fp32")
         codecs.parse(filled)
 
 

@@ -31,6 +31,7 @@ SPECS = [
     "elias(bits=3, bucket=64, norm='max')",
     "elias(bits=8, bucket=4096)",
     "terngrad(clip=0.0)",
+    "warmup(0, qsgd(bits=4))",
 ]
 N, KEYS, BINS = 4096, 600, 10
 SHAPE = (32, 128)
@@ -61,9 +62,9 @@ def errors_in_levels(spec: str) -> tuple[Tensor, Tensor, Tensor]:
     """(mean error of each element in levels, its fraction of a level, its sign)."""
     codec, x = codecs.parse(spec), tensor()
     total = torch.zeros(N, dtype=torch.float64)
-    size = level_size(codec.encode(x, {}, 0)[0], x).double()
+    size = level_size(codec.encode(x, codec.init(x), 0)[0], x).double()
     for key in range(KEYS):
-        payload, _ = codec.encode(x, {}, key)
+        payload, _ = codec.encode(x, codec.init(x), key)
         total += codecs.decode(payload).view(-1)
     place = x.view(-1).double() / size
     error = total / KEYS / size - place

@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import Tensor
 
+from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.core import aggregators
-from weightgrad.core.aggregators import Aggregator, State
-from weightgrad.core.selectors import Interval
-from weightgrad.wire.messages import Segment
+from weightgrad.core.aggregators import Aggregator, Contribution, Memory, relayed_mean
+from weightgrad.core.local_model import Scratch
+from weightgrad.errors import ProtocolError
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.messages import RelayedPush, Segment
 
-from .harness import LAYOUT, noise
+from .harness import LAYOUT, at, noise
 
 N = LAYOUT.numel
+WHOLE = Intervals.whole(N)
+ALL = [
+    aggregators.Mean(),
+    aggregators.SenderMean(),
+    aggregators.Sum(),
+    aggregators.Median(),
+    aggregators.TrimmedMean(1),
+    aggregators.Outer("nesterov"),
+    aggregators.Outer("sgd"),
+    aggregators.Outer("adam"),
+]
 
 
 def whole(x: Tensor, start: int = 0) -> tuple[Segment, ...]:
     return (Segment(start, Fp32().encode(x, {}, 0)[0]),)
 
 
+def contributions(pushes: list[tuple[Segment, ...]], weights: list[float] | None = None) -> list[Contribution]:
+    return [
+        Contribution(site=f"site-{i}", round=1, weight=1.0 if weights is None else weights[i], segments=push)
+        for i, push in enumerate(pushes)
+    ]
+
+
+def combine(
+    aggregator: Aggregator, pushes: list[Contribution], memory: Memory | None = None, intervals: Intervals = WHOLE
+) -> Tensor | None:
+    """What some elements move by; a copy, because the next call uses its memory again."""
+    memory, weight = Memory(WHOLE) if memory is None else memory, sum(push.weight for push in pushes)
+    found = aggregator.combine(pushes, intervals, weight, memory, Scratch())
+    return None if found is None else found.clone()
+
+
 def close(aggregator: Aggregator, pushes: list[Tensor], weights: list[float] | None = None) -> Tensor:
-    round_ = aggregator.open(N)
-    for place, push in enumerate(pushes):
-        round_.add(f"site-{place}", whole(push), 1.0 if weights is None else weights[place])
-    return aggregator.close(round_, {})
+    found = combine(aggregator, contributions([whole(push) for push in pushes], weights))
+    assert found is not None
+    return found
 
 
 def test_mean() -> None:
@@ -41,23 +68,15 @@ def test_mean_by_samples() -> None:
 
 
 def test_a_site_that_sent_nothing_counts_as_zero_in_the_mean() -> None:
-    round_ = aggregators.Mean().open(N)
-    round_.add("a", whole(noise(1)))
-    round_.add("b", ())
-    torch.testing.assert_close(aggregators.Mean().close(round_, {}), noise(1) / 2)
+    found = combine(aggregators.Mean(), contributions([whole(noise(1)), ()]))
+    assert found is not None
+    torch.testing.assert_close(found, noise(1) / 2)
 
 
-def test_a_round_of_nothing_is_zero() -> None:
-    for one in (
-        aggregators.Mean(),
-        aggregators.SenderMean(),
-        aggregators.Sum(),
-        aggregators.Median(),
-        aggregators.Outer(),
-    ):
-        round_ = one.open(N)
-        round_.add("a", ())
-        assert not one.close(round_, {}).any()
+@pytest.mark.parametrize("aggregator", ALL, ids=str)
+def test_a_round_of_nothing_moves_nothing(aggregator: Aggregator) -> None:
+    assert combine(aggregator, contributions([()])) is None
+    assert combine(aggregator, contributions([whole(noise(1)[:6], 30), ()]), intervals=Intervals(((40, 50),))) is None
 
 
 def test_sum() -> None:
@@ -97,15 +116,14 @@ def outer_against(aggregator: aggregators.Outer, build: type[torch.optim.Optimiz
     w = torch.nn.Parameter(noise(50))
     mine = w.detach().clone()
     optimizer = build([w], **options)  # type: ignore[arg-type]
-    memory: State = {}
+    memory = Memory(WHOLE)
     for step in range(7):
         update = noise(60, step)
         w.grad = -update
         optimizer.step()
-        round_ = aggregator.open(N)
-        round_.add("a", whole(update - 1))
-        round_.add("b", whole(update + 1))
-        mine += aggregator.close(round_, memory)
+        moved = combine(aggregator, contributions([whole(update - 1), whole(update + 1)]), memory)
+        assert moved is not None
+        mine += moved
     torch.testing.assert_close(mine, w.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -125,46 +143,82 @@ def test_outer_adam_is_torchs() -> None:
 
 @pytest.mark.parametrize("rule", ["nesterov", "adam"])
 def test_a_fragment_leaves_the_memory_of_the_others_untouched(rule: str) -> None:
-    outer = aggregators.Outer(rule)
-    memory: State = {}
-    round_ = outer.open(N)
-    round_.add("a", whole(noise(1)))
-    outer.close(round_, memory)
-    before = {name: tensor.clone() for name, tensor in memory.items()}
-    round_ = outer.open(N)
-    round_.add("a", whole(noise(2)[:6], start=30))
-    moved = outer.close(round_, memory)
-    assert moved[30:36].all()
-    assert not moved[:30].any()
-    assert not moved[36:].any()
-    for name, tensor in memory.items():
+    outer, memory, fragment = aggregators.Outer(rule), Memory(WHOLE), Intervals(((30, 36),))
+    combine(outer, contributions([whole(noise(1))]), memory)
+    before = {name: tensor.clone() for name, tensor in memory.vectors.items()}
+    moved = combine(outer, contributions([whole(noise(2)[:6], start=30)]), memory, fragment)
+    assert moved is not None
+    assert moved.all()
+    assert combine(outer, contributions([whole(noise(2)[:6], start=30)]), memory, WHOLE - fragment) is None
+    for name, tensor in memory.vectors.items():
         assert torch.equal(tensor[:30], before[name][:30])
         assert torch.equal(tensor[36:], before[name][36:])
         assert not torch.equal(tensor[30:36], before[name][30:36])
 
 
-@pytest.mark.parametrize(
-    "aggregator", [aggregators.Mean(), aggregators.Sum(), aggregators.SenderMean(), aggregators.Outer()]
-)
-@pytest.mark.parametrize("weight", [1.0, 0.5])
-def test_a_push_is_forgotten_once_it_is_added(aggregator: Aggregator, weight: float) -> None:
-    def tensors() -> int:
-        gc.collect()
-        return sum(type(one) is Tensor for one in gc.get_objects())
-
-    round_ = aggregator.open(N)
-    round_.add("a", whole(noise(0)), weight)
-    held = tensors()
-    for place in range(20):
-        round_.add(f"site-{place}", whole(noise(place)), weight)
-    assert tensors() == held
-    assert round_.each is None
+CUTS = [
+    [Intervals(((0, 64),))],
+    [Intervals(((0, 7),)), Intervals(((7, 40),)), Intervals(((40, 64),))],
+    [Intervals(((0, 3), (9, 30), (50, 51))), Intervals(((3, 9), (30, 50), (51, 64)))],
+]
 
 
-def test_what_was_sent_is_named_in_order_and_uneven_overlaps_are_one_stretch() -> None:
-    round_ = aggregators.Mean().open(N)
-    round_.add("a", whole(noise(1)[36:60].view(4, 6), start=36))
-    round_.add("b", whole(noise(1)[:30].view(6, 5)))
-    assert round_.intervals() == [Interval(0, (6, 5)), Interval(36, (4, 6))]
-    round_.add("c", whole(noise(1)[:40]))
-    assert round_.intervals() == [Interval(0, (60,))]
+@pytest.mark.parametrize("cut", CUTS[1:], ids=["stretches", "scattered"])
+@pytest.mark.parametrize("aggregator", ALL, ids=str)
+def test_a_round_is_the_same_in_any_pieces(aggregator: Aggregator, cut: list[Intervals]) -> None:
+    """The pushes are cut otherwise again, and one of them is sparse."""
+    whole_memory, memory = Memory(WHOLE), Memory(WHOLE)
+    for number in range(3):
+        sparse, _ = codecs.parse("topk(0.3)").encode(noise(number, 2), {}, 0)
+        scattered = Intervals(((2, 5), (20, 60)))
+        parts = Segment.at(scattered, Fp32().encode(at(noise(number, 3), scattered), {}, 0)[0])
+        pushes = contributions([whole(noise(number, 1)), (Segment(0, sparse),), (parts,)], [1.0, 0.3, 2.5])
+        expected = combine(aggregator, pushes, whole_memory)
+        assert expected is not None
+        found = torch.zeros(N)
+        for intervals in cut:
+            moved = combine(aggregator, pushes, memory, intervals)
+            assert moved is not None
+            Segment.at(intervals, Fp32().encode(moved, {}, 0)[0]).into(found, 0)
+        assert torch.equal(found, expected)
+    assert memory.vectors.keys() == whole_memory.vectors.keys()
+    assert all(torch.equal(memory.vectors[name], vector) for name, vector in whole_memory.vectors.items())
+
+
+@pytest.mark.parametrize("aggregator", ALL, ids=str)
+def test_pushes_are_not_changed(aggregator: Aggregator) -> None:
+    pushes = contributions([whole(noise(1)), whole(noise(2))], [1.0, 0.5])
+    before = [push.segments[0].payload.body.clone() for push in pushes]
+    first = combine(aggregator, pushes)
+    second = combine(aggregator, pushes)
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+    assert all(torch.equal(push.segments[0].payload.body, body) for push, body in zip(pushes, before, strict=True))
+
+
+def test_scratch_does_not_grow_with_the_number_of_pushes() -> None:
+    """Each push is decoded into the same memory, but for median and trimmed mean."""
+    for aggregator in (aggregators.Mean(), aggregators.Sum(), aggregators.SenderMean(), aggregators.Outer()):
+        sizes = []
+        for count in (2, 20):
+            scratch = Scratch()
+            pushes = contributions([whole(noise(i)) for i in range(count)], [0.5] * count)
+            aggregator.combine(pushes, WHOLE, 0.5 * count, Memory(WHOLE), scratch)
+            sizes.append(scratch.nbytes)
+        assert sizes[0] == sizes[1] <= 4 * 4 * N
+
+
+def test_a_mean_of_relayed_pushes_is_the_servers_mean() -> None:
+    weights = [1.0, 0.3, 2.5]
+    pushes = contributions([whole(noise(i)) for i in range(3)], weights)
+    relayed = [RelayedPush(site=p.site, round=p.round, weight=p.weight, segments=p.segments) for p in pushes]
+    for intervals in CUTS[2]:
+        expected = combine(aggregators.Mean(), pushes, None, intervals)
+        found = relayed_mean(aggregators.contributions(relayed), intervals, Scratch())
+        assert expected is not None
+        assert found is not None
+        assert torch.equal(found, expected)
+    relayed[1] = RelayedPush(site="b", round=4, weight=1.0, segments=None)
+    with pytest.raises(ProtocolError, match="leaves out the push of 'b' for round 4"):
+        aggregators.contributions(relayed)

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from weightgrad.core import optimizers
+from weightgrad.core.local_model import scatter
 from weightgrad.errors import StateError, StrategyError
 from weightgrad.local import Layout
+from weightgrad.wire.intervals import Intervals
+
+from .harness import at
 
 SHAPES = [("a", (7, 5)), ("b", (5,)), ("c", (3, 2, 3, 3)), ("d", ()), ("e", (0, 4)), ("f", (33,))]
 LAYOUT = Layout.of_shapes(SHAPES)
@@ -44,7 +48,7 @@ class Flat:
     def __init__(self, name: str, options: Mapping[str, Any], weights: Tensor) -> None:
         self.weights = weights.clone()
         self.parameters = optimizers.parameters_of(LAYOUT, self.weights)
-        self.optimizer = optimizers.build(name, self.parameters, options)
+        self.optimizer = optimizers.build(name, list(self.parameters.values()), options)
 
     def step(self, gradient: Tensor) -> None:
         optimizers.attach(self.parameters, LAYOUT, gradient)
@@ -106,7 +110,7 @@ def test_parameters_share_memory_with_the_flat_vector() -> None:
     gradient = torch.zeros(LAYOUT.numel)
     optimizers.attach(parameters, LAYOUT, gradient)
     gradient.fill_(3.0)
-    assert all(p.grad is not None and torch.equal(p.grad, torch.full(p.shape, 3.0)) for p in parameters)
+    assert all(p.grad is not None and torch.equal(p.grad, torch.full(p.shape, 3.0)) for p in parameters.values())
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -172,3 +176,84 @@ def test_mistakes_are_named(name: str, options: dict[str, Any], message: str) ->
 def test_a_vector_that_does_not_fit_is_refused(flat: Tensor) -> None:
     with pytest.raises(StrategyError, match=f"vector of {LAYOUT.numel} elements"):
         optimizers.parameters_of(LAYOUT, flat)
+
+
+# -- parts of a model ------------------------------------------------------------------------
+
+HOLDERS = [
+    Intervals(((0, 12), (34, 36))),  # rows, one element of a tensor, one of the next
+    Intervals(((12, 34), (36, 60), (62, 94))),
+    Intervals(((60, 62), (94, 95))),  # and the scalar
+    Intervals(((95, LAYOUT.numel),)),
+]
+
+
+class Part:
+    """What a holder has of the flat weights, with an optimizer of its own."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], held: Intervals, weights: Tensor) -> None:
+        self.held, self.weights = held, at(weights, held)
+        self.parameters = optimizers.parameters_of(LAYOUT, self.weights, held)
+        self.optimizer = optimizers.build(name, list(self.parameters.values()), options)
+
+    def step(self, gradient: Tensor) -> None:
+        optimizers.attach(self.parameters, LAYOUT, at(gradient, self.held), self.held)
+        self.optimizer.step()
+
+    def vectors(self) -> dict[str, Tensor]:
+        return optimizers.state_vectors(self.optimizer, self.parameters, LAYOUT, self.held)
+
+    def scalars(self) -> dict[str, Tensor]:
+        return optimizers.state_scalars(self.optimizer, self.parameters)
+
+    def load(self, vectors: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> None:
+        optimizers.load_state(self.optimizer, self.parameters, LAYOUT, self.held, vectors, scalars)
+
+
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "lars"], ids=str)
+def test_parts_of_a_model_move_as_the_whole(name: str, options: dict[str, Any]) -> None:
+    start = randn(LAYOUT.numel)
+    whole, parts = Flat(name, options, start), [Part(name, options, held, start) for held in HOLDERS]
+    for step in range(10):
+        gradient = randn(LAYOUT.numel, seed=step)
+        whole.step(gradient)
+        for part in parts:
+            part.step(gradient)
+            assert torch.equal(part.weights, at(whole.weights, part.held))
+
+
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "lars"], ids=str)
+def test_the_state_of_the_whole_is_that_of_its_parts(name: str, options: dict[str, Any]) -> None:
+    """So a site that is sharded otherwise than the server can download it, and the other way round."""
+    start, everything = randn(LAYOUT.numel), Intervals.whole(LAYOUT.numel)
+    whole = Part(name, options, everything, start)
+    for step in range(10):
+        whole.step(randn(LAYOUT.numel, seed=step))
+    vectors, scalars = whole.vectors(), whole.scalars()
+    assert all(vector.shape == (LAYOUT.numel,) for vector in vectors.values())
+    parts = [Part(name, options, held, whole.weights) for held in HOLDERS]
+    for part in parts:
+        part.load({key: at(vector, part.held) for key, vector in vectors.items()}, scalars)
+    again = Part(name, options, everything, whole.weights)
+    again.load(vectors, scalars)
+    back = Part(name, options, everything, whole.weights)
+    joined = {key: torch.zeros(LAYOUT.numel) for key in vectors}
+    for part in parts:
+        for key, vector in part.vectors().items():
+            scatter(joined[key], everything, part.held, vector)
+    back.load(joined, {key: value for part in parts for key, value in part.scalars().items()})
+    for step in range(10, 14):
+        gradient = randn(LAYOUT.numel, seed=step)
+        for one in (whole, again, back, *parts):
+            one.step(gradient)
+            assert torch.equal(one.weights, at(whole.weights, one.held))
+
+
+def test_a_state_of_parts_of_another_optimizer_is_refused() -> None:
+    start, held = randn(LAYOUT.numel), HOLDERS[0]
+    adam, sgd = Part("adam", {}, held, start), Part("sgd", {"momentum": 0.9}, held, start)
+    adam.step(randn(LAYOUT.numel))
+    with pytest.raises(StateError, match="exp_avg"):
+        sgd.load(adam.vectors(), adam.scalars())
+    adam.load({}, {})
+    assert adam.vectors() == {}

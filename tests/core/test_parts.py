@@ -45,6 +45,7 @@ EXAMPLES: dict[str, list[Any]] = {
         consistency.Backup(2),
         consistency.Async(),
         consistency.Async("inverse", compensate=0.04),
+        consistency.Async("inverse_share"),
     ],
     "resume": [
         resume.FromGlobalModel(),
@@ -95,7 +96,7 @@ def test_an_unknown_name_lists_every_part_that_exists(kind: str) -> None:
         ("selector", "significant('layer')", "element"),
         ("aggregator", "outer('rmsprop')", "nesterov"),
         ("aggregator", "trimmed_mean(-1)", "trim"),
-        ("consistency", "async_('late')", "inverse"),
+        ("consistency", "async_('late')", "none, inverse, inverse_share"),
         ("consistency", "bounded(-1)", "rounds"),
         ("resume", "mix(2)", "alpha"),
         ("resume", "global_model_and_residual(-1)", "share"),

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from weightgrad import codecs, wire
-from weightgrad.codecs import Fp32
-from weightgrad.core import selectors
+from weightgrad.codecs import Codec, Fp32
+from weightgrad.core import parts, pieces, selectors
+from weightgrad.core.local_model import Scratch
+from weightgrad.core.pieces import Piece
 from weightgrad.core.residual import Residual
-from weightgrad.core.selectors import Selector
+from weightgrad.core.selectors import Selector, View
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
 
-from .harness import LAYOUT, noise
+from .harness import LAYOUT, at, noise
 
 N = LAYOUT.numel
+WHOLE = Intervals.whole(N)
 GLOBAL_MODEL = torch.ones(N)
 CODECS = [
     "fp32",
@@ -42,21 +44,65 @@ SELECTORS = ["all", "fragment(3)", "significant('tensor')"]
 ENTRIES = ["largest(0.1)", "gaia(0.5)", "significant('element')", "nonzero"]
 
 
-def residual(codec: str, per_tensor: bool = False, keep: bool = True) -> Residual:
-    return Residual(LAYOUT, codecs.parse(codec), 3, per_tensor=per_tensor, keep_loss=keep)
+class Sender:
+    """A residual of the whole model, and how its holder cuts the model into pieces."""
+
+    def __init__(self, codec: str, *, per_tensor: bool = False, keep: bool = True) -> None:
+        self.per_tensor = per_tensor
+        self.out = Residual(WHOLE, codecs.parse(codec), 3, keep_loss=keep, scratch=Scratch())
+
+    @property
+    def vector(self) -> Tensor:
+        """The residual; zeros if nothing has stayed behind."""
+        return torch.zeros(N) if self.out.vector is None else self.out.vector
+
+    def put(self, update: Tensor) -> None:
+        for piece in pieces.cut(WHOLE, LAYOUT, per_tensor=self.per_tensor):
+            self.out.put(piece, at(update, piece.intervals))
+
+    def send(
+        self,
+        fresh: Tensor,
+        selector: Selector,
+        count: int,
+        *,
+        step_update: Tensor | None = None,
+        codec: Codec | None = None,
+    ) -> tuple[Segment, ...]:
+        """Take every piece of a round; what the round is not about is put into the residual."""
+        last = fresh if step_update is None else step_update
+
+        def look(piece: Piece, own: Tensor) -> View:
+            return View(
+                residual=own,
+                global_model=lambda: at(GLOBAL_MODEL, piece.intervals),
+                last_norm=lambda: float(at(last, piece.intervals).norm()),
+                last_update=lambda: at(last, piece.intervals),
+                step=count,
+                threshold=1.0,
+            )
+
+        chosen = selector.pieces(WHOLE, LAYOUT, per_tensor=self.per_tensor, fragment=count)
+        rest = WHOLE - Intervals.of(span for piece in chosen for span in piece.intervals.spans)
+        for piece in pieces.cut(rest, LAYOUT, per_tensor=False):
+            self.out.put(piece, at(fresh, piece.intervals))
+        found = [
+            self.out.take(piece, at(fresh, piece.intervals), selector, look, count=count, codec=codec)
+            for piece in chosen
+        ]
+        return tuple(one for one in found if one is not None)
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.out.state().items()}
 
 
 def select(text: str) -> Selector:
-    from weightgrad.core import parts
-
     found: Selector = parts.parse("selector", text)
     return found
 
 
-def send(out: Residual, fresh: Tensor, selector: Selector, count: int, **more: Any) -> tuple[Segment, ...]:
-    return out.take(
-        fresh, selector, GLOBAL_MODEL, step=count, count=count, fragment=count, step_update=fresh, threshold=1.0, **more
-    )
+def plainly(piece: Piece, own: Tensor) -> View:
+    return View(residual=own, global_model=lambda: at(GLOBAL_MODEL, piece.intervals))
 
 
 def decoded(segments: tuple[Segment, ...]) -> Tensor:
@@ -66,7 +112,7 @@ def decoded(segments: tuple[Segment, ...]) -> Tensor:
     return flat.double()
 
 
-def conserve(out: Residual, selector: Selector, rounds: int = 12) -> int:
+def conserve(out: Sender, selector: Selector, rounds: int = 12) -> int:
     put, left, sent = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64), 0
     for count in range(1, rounds):
         fresh = noise(count)
@@ -74,7 +120,7 @@ def conserve(out: Residual, selector: Selector, rounds: int = 12) -> int:
         if count % 4 == 0:
             out.put(fresh)
             continue
-        segments = send(out, fresh, selector, count)
+        segments = out.send(fresh, selector, count)
         left += decoded(segments)
         sent += len(segments)
     torch.testing.assert_close(left + out.vector.double(), put, rtol=1e-4, atol=1e-4)
@@ -85,45 +131,45 @@ def conserve(out: Residual, selector: Selector, rounds: int = 12) -> int:
 @pytest.mark.parametrize("per_tensor", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
 def test_conservation_with_every_codec(codec: str, per_tensor: bool, selector: str) -> None:
-    assert conserve(residual(codec, per_tensor), select(selector))
+    assert conserve(Sender(codec, per_tensor=per_tensor), select(selector))
 
 
 @pytest.mark.parametrize("selector", ENTRIES)
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "qsgd(bits=4)", "sign()", "codebook(bits=2)"])
 def test_conservation_of_entries(codec: str, selector: str) -> None:
-    assert conserve(residual(codec), select(selector))
+    assert conserve(Sender(codec), select(selector))
 
 
 def test_the_check_of_conservation_can_fail() -> None:
     with pytest.raises(AssertionError):
-        conserve(residual("qsgd(bits=4)", keep=False), select("all"))
+        conserve(Sender("qsgd(bits=4)", keep=False), select("all"))
 
 
-def test_stretches_that_change_their_size_do_not_get_each_others_state() -> None:
-    # significant tensors that are neighbours are merged: the interval at 0 has another size every time
-    assert conserve(residual("dgc(0.1, momentum=0.0)"), select("significant('tensor')"), rounds=40)
-    out = residual("dgc(0.1, momentum=0.0)")
-    step = torch.ones(N)
+def test_pieces_that_change_their_size_do_not_get_each_others_state() -> None:
+    assert conserve(Sender("dgc(0.1, momentum=0.0)"), select("significant('tensor')"), rounds=40)
+    out = Sender("dgc(0.1, momentum=0.0)")
+    put, left = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
     for count, stop in enumerate((30, 36, 30, N), 1):
-        fresh = torch.zeros(N)
-        fresh[:stop] = noise(count)[:stop] + 5
-        out.vector.zero_()
-        (one,) = out.take(
-            fresh, selectors.Significant(), GLOBAL_MODEL, step=1, count=count, step_update=step, threshold=1.0
-        )
+        fresh = noise(count)[:stop] + 5
+        put[:stop] += fresh.double()
+        piece = Piece(Intervals(((0, stop),)), (stop,))
+        one = out.out.take(piece, fresh, selectors.All(), plainly, count=count)
+        assert one is not None
         assert one.payload.numel == stop
+        left += decoded((one,))
+    torch.testing.assert_close(left + out.vector.double(), put, rtol=1e-4, atol=1e-4)
 
 
 def test_exact_codecs_leave_nothing() -> None:
-    out = residual("fp32")
-    segments = send(out, noise(1), select("all"), 1)
+    out = Sender("fp32")
+    segments = out.send(noise(1), select("all"), 1)
     assert not out.vector.any()
     assert torch.equal(decoded(segments).float(), noise(1))
 
 
 def test_what_is_not_chosen_stays() -> None:
-    out = residual("fp32")
-    segments = send(out, noise(1), select("largest(0.1)"), 1)
+    out = Sender("fp32")
+    segments = out.send(noise(1), select("largest(0.1)"), 1)
     chosen = decoded(segments) != 0
     assert int(chosen.sum()) == round(0.1 * N)
     assert not out.vector[chosen].any()
@@ -131,64 +177,98 @@ def test_what_is_not_chosen_stays() -> None:
 
 
 def test_nothing_chosen_is_no_segment() -> None:
-    out = residual("fp32")
-    assert send(out, noise(1), select("gaia(1e9)"), 1) == ()
+    out = Sender("fp32")
+    assert out.send(noise(1), select("gaia(1e9)"), 1) == ()
     assert torch.equal(out.vector, noise(1))
 
 
 def test_all_of_it_goes_when_that_is_smaller_than_naming_the_entries() -> None:
-    out = residual("fp32")
-    (one,) = send(out, noise(1) + 10, select("nonzero"), 1)
+    out = Sender("fp32")
+    (one,) = out.send(noise(1) + 10, select("nonzero"), 1)
     assert one.payload.codec == "fp32"
     assert wire.frame_bytes(one.payload) <= 4 * N + 64
     assert torch.equal(decoded((one,)).float(), noise(1) + 10)
     assert not out.vector.any()
-    (few,) = send(out, noise(1), select("largest(0.1)"), 2)
+    (few,) = out.send(noise(1), select("largest(0.1)"), 2)
     assert few.payload.codec == "sparse"
 
 
 def test_without_keep_loss_the_noise_is_forgotten_and_only_that() -> None:
-    out = residual("qsgd(bits=4)", keep=False)
-    send(out, noise(1), select("fragment(3)"), 0)
-    interval = selectors.fragments(LAYOUT, 3)[0]
-    stop = interval[-1].stop
+    out = Sender("qsgd(bits=4)", keep=False)
+    out.send(noise(1), select("fragment(3)"), 0)
+    stop = pieces.fragments(LAYOUT, 3)[0].end
     assert not out.vector[:stop].any()
     assert torch.equal(out.vector[stop:], noise(1)[stop:])
-    sparse = residual("qsgd(bits=4)", keep=False)
-    segments = send(sparse, noise(1), select("largest(0.1)"), 1)
+    sparse = Sender("qsgd(bits=4)", keep=False)
+    segments = sparse.send(noise(1), select("largest(0.1)"), 1)
     assert int((sparse.vector == 0).sum()) == round(0.1 * N)
     assert segments
 
 
 def test_the_flush_takes_everything_by_its_own_codec() -> None:
-    out = residual("topk(0.05) > sign()")
+    out = Sender("topk(0.05) > sign()")
     for count in range(1, 4):
-        send(out, noise(count), select("all"), count)
+        out.send(noise(count), select("all"), count)
     before = out.vector.clone()
-    segments = send(out, noise(9), select("all"), 9, codec=Fp32())
+    segments = out.send(noise(9), select("all"), 9, codec=Fp32())
     torch.testing.assert_close(decoded(segments).float(), before + noise(9))
     assert not out.vector.any()
 
 
-@pytest.mark.parametrize("selector", ["all", "fragment(3)", "largest(0.1)"])
+@pytest.mark.parametrize("selector", ["all", "fragment(3)", "significant('tensor')", "largest(0.1)"])
+@pytest.mark.parametrize("per_tensor", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_restored_one_goes_on_bit_for_bit(codec: str, selector: str) -> None:
-    per_tensor = True
+def test_a_restored_one_goes_on_bit_for_bit(codec: str, per_tensor: bool, selector: str) -> None:
     if selector == "largest(0.1)":
         codec = "qsgd(bits=4)"
-    first = residual(codec, per_tensor)
+    first = Sender(codec, per_tensor=per_tensor)
     chooser = select(selector)
     for count in range(1, 5):
-        send(first, noise(count), chooser, count)
+        first.send(noise(count), chooser, count)
     state = first.state()
-    again = residual(codec, per_tensor)
-    again.load(state)
+    again = Sender(codec, per_tensor=per_tensor)
+    again.out.load(state)
     for count in range(5, 9):
-        a, b = (send(one, noise(count), chooser, count) for one in (first, again))
+        a, b = (one.send(noise(count), chooser, count) for one in (first, again))
         assert [wire.to_bytes(p.payload) for p in a] == [wire.to_bytes(p.payload) for p in b]
         assert torch.equal(first.vector, again.vector)
-    frozen = residual(codec, per_tensor)
-    frozen.load(state)  # what was given away did not move with the first one
+    frozen = Sender(codec, per_tensor=per_tensor)
+    frozen.out.load(state)  # what was given away did not move with the first one
     for count in range(5, 9):
-        send(frozen, noise(count), chooser, count)
+        frozen.send(noise(count), chooser, count)
     assert torch.equal(frozen.vector, first.vector)
+
+
+def test_states_of_pieces_in_several_intervals_are_restored_where_they_are_held() -> None:
+    held = Intervals(((0, 6), (10, 20)))
+    piece, codec = Piece(held, (16,)), codecs.parse("dgc(0.5, momentum=0.9)")
+
+    def made(own: Intervals) -> Residual:
+        return Residual(own, codec, 3, keep_loss=True, scratch=Scratch())
+
+    def send(one: Residual, count: int) -> bytes:
+        sent = one.take(piece, noise(count)[:16], selectors.All(), plainly, count=count)
+        assert sent is not None
+        assert sent.spans == held.spans
+        return wire.to_bytes(sent.payload)
+
+    first, again = made(held), made(held)
+    for count in (1, 2):
+        send(first, count)
+    again.load(first.state())
+    assert [send(again, count) for count in (3, 4)] == [send(first, count) for count in (3, 4)]
+    elsewhere = made(Intervals(((0, 16),)))
+    elsewhere.load({name: tensor for name, tensor in first.state().items() if name != "vector"})
+    assert elsewhere.state() == {}, "of a piece that is not held here nothing is known"
+
+
+def test_no_two_pieces_of_a_round_have_the_same_noise() -> None:
+    out = Residual(WHOLE, codecs.parse("qsgd(bits=2)"), 3, keep_loss=True, scratch=Scratch())
+    sent = []
+    for start in (0, 32):
+        piece = Piece(Intervals(((start, start + 32),)), (32,))
+        values = torch.linspace(0.1, 1.0, 32)
+        one = out.take(piece, values, select("nonzero"), plainly, count=1)
+        assert one is not None
+        sent.append(codecs.decode(one.payload))
+    assert not torch.equal(*sent)

@@ -9,16 +9,36 @@ from torch import Tensor
 
 from weightgrad.core import selectors
 from weightgrad.core.layout import Layout
-from weightgrad.core.selectors import Entries, Interval, Selector, View, fragments, intervals, merged
+from weightgrad.core.pieces import Piece, fragments
+from weightgrad.core.selectors import Entries, Selector, View
+from weightgrad.wire.intervals import Intervals
 
-from .harness import LAYOUT, noise
+from .harness import LAYOUT, at, noise
+
+WHOLE = Intervals.whole(LAYOUT.numel)
 
 
 def view(
-    residual: Tensor, global_model: Tensor | None = None, step_update: Tensor | None = None, **more: object
+    residual: Tensor,
+    global_model: Tensor | None = None,
+    step_update: Tensor | None = None,
+    piece: Piece | None = None,
+    *,
+    step: int = 1,
+    threshold: float = 4.0,
 ) -> View:
-    settings = {"layout": LAYOUT, "step": 1, "fragment": 0, "per_tensor": False, "threshold": 4.0, **more}
-    return View(residual, torch.ones_like(residual) if global_model is None else global_model, step_update, **settings)  # type: ignore[arg-type]
+    """What a selector sees of a piece; without one, of the whole model as one piece."""
+    here = WHOLE if piece is None else piece.intervals
+    weights = torch.ones_like(residual) if global_model is None else global_model
+    last = None if step_update is None else at(step_update, here)
+    return View(
+        residual=at(residual, here),
+        global_model=lambda: at(weights, here),
+        last_norm=lambda: 0.0 if last is None else float(last.norm()),
+        last_update=lambda: last,
+        step=step,
+        threshold=threshold,
+    )
 
 
 def entries(selector: Selector, seen: View) -> list[int]:
@@ -29,44 +49,52 @@ def entries(selector: Selector, seen: View) -> list[int]:
     return found
 
 
-def covered(found: list[Interval] | Entries) -> list[int]:
-    assert isinstance(found, list)
-    return [i for s in found for i in range(s.start, s.stop)]
+def covered(found: tuple[Piece, ...]) -> list[int]:
+    return [i for piece in found for start, stop in piece.intervals.spans for i in range(start, stop)]
+
+
+def whole_pieces(selector: Selector, residual: Tensor, step_update: Tensor, *, per_tensor: bool) -> list[Piece]:
+    """The pieces that leave as a whole."""
+    found = selector.pieces(WHOLE, LAYOUT, per_tensor=per_tensor, fragment=0)
+    chosen = [selector.choose(view(residual, None, step_update, piece)) for piece in found]
+    assert all(isinstance(one, bool) for one in chosen)
+    return [piece for piece, one in zip(found, chosen, strict=True) if one]
 
 
 def test_all_is_everything_once_flat_or_by_tensor() -> None:
     whole = list(range(LAYOUT.numel))
-    assert covered(selectors.All().choose(view(noise(1)))) == whole
-    by_tensor = selectors.All().choose(view(noise(1), per_tensor=True))
+    flat = selectors.All().pieces(WHOLE, LAYOUT, per_tensor=False, fragment=0)
+    assert covered(flat) == whole
+    by_tensor = selectors.All().pieces(WHOLE, LAYOUT, per_tensor=True, fragment=0)
     assert covered(by_tensor) == whole
-    assert by_tensor == [Interval(s.start, s.shape) for s in LAYOUT.slots]
+    assert by_tensor == tuple(Piece(Intervals(((s.start, s.stop),)), s.shape) for s in LAYOUT.slots)
+    assert selectors.All().choose(view(noise(1))) is True
 
 
-@given(count=st.integers(1, 9), sizes=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(any))
-def test_fragments_are_all_of_the_model_once(count: int, sizes: list[int]) -> None:
+@given(
+    count=st.integers(1, 9),
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(any),
+    per_tensor=st.booleans(),
+)
+def test_fragments_are_all_of_the_model_once(count: int, sizes: list[int], per_tensor: bool) -> None:
     layout = Layout.of_shapes((str(i), (n,)) for i, n in enumerate(sizes))
     dealt = fragments(layout, count)
     assert len(dealt) == count
-    assert [i for found in dealt for i in covered(list(found))] == list(range(layout.numel))
-    assert all(interval.stop > interval.start for found in dealt for interval in found)
+    whole = list(range(layout.numel))
+    assert [i for found in dealt for start, stop in found.spans for i in range(start, stop)] == whole
     chosen = [
-        i
-        for p in range(count)
-        for i in covered(selectors.Fragment(count).choose(view(noise(1), layout=layout, fragment=p)))
+        selectors.Fragment(count).pieces(
+            Intervals.whole(layout.numel), layout, per_tensor=per_tensor, fragment=fragment + 3 * count
+        )
+        for fragment in range(count)
     ]
-    assert chosen == list(range(layout.numel))
+    assert [i for found in chosen for i in covered(found)] == whole
+    assert all(piece.numel for found in chosen for piece in found)
 
 
 def test_fragments_are_about_equal() -> None:
     layout = Layout.of_shapes((str(i), (10,)) for i in range(12))
-    assert [sum(s.stop - s.start for s in found) for found in fragments(layout, 4)] == [30, 30, 30, 30]
-
-
-def test_merged_joins_neighbours_only() -> None:
-    assert merged([Interval(0, (2, 3)), Interval(6, (4,)), Interval(12, (2,))]) == [
-        Interval(0, (10,)),
-        Interval(12, (2,)),
-    ]
+    assert [found.numel for found in fragments(layout, 4)] == [30, 30, 30, 30]
 
 
 def test_largest_takes_the_largest_magnitudes() -> None:
@@ -98,10 +126,10 @@ def test_significant_tensors_by_the_ratio_of_norms() -> None:
     residual[first.start : first.stop] = 4.0
     residual[second.start : second.stop] = -5.0
     residual[third.start : third.stop] = 3.9
-    found = selectors.Significant("tensor").choose(view(residual, None, step, per_tensor=True))
-    assert found == [Interval(first.start, first.shape), Interval(second.start, second.shape)]
-    flat = selectors.Significant("tensor").choose(view(residual, None, step))
-    assert flat == [Interval(0, (second.stop,))]
+    found = whole_pieces(selectors.Significant("tensor"), residual, step, per_tensor=True)
+    assert [(piece.start, piece.shape) for piece in found] == [(s.start, s.shape) for s in (first, second)]
+    flat = whole_pieces(selectors.Significant("tensor"), residual, step, per_tensor=False)
+    assert [(piece.start, piece.shape) for piece in flat] == [(s.start, (s.numel,)) for s in (first, second)]
 
 
 def test_significant_elements_by_their_own_ratio() -> None:
@@ -113,7 +141,7 @@ def test_significant_elements_by_their_own_ratio() -> None:
 
 def test_nothing_is_significant_where_nothing_is_residual() -> None:
     zero = torch.zeros(LAYOUT.numel)
-    assert selectors.Significant("tensor").choose(view(zero, None, zero)) == []
+    assert selectors.Significant("tensor").choose(view(zero, None, zero)) is False
     assert entries(selectors.Significant("element"), view(zero, None, zero)) == []
     assert entries(selectors.Nonzero(), view(zero)) == []
     assert entries(selectors.Gaia(), view(zero, zero)) == []
@@ -125,6 +153,8 @@ def test_nonzero_is_what_is_there() -> None:
     assert entries(selectors.Nonzero(), view(residual)) == [2, 5, 63]
 
 
-def test_stretches_of_a_layout_skip_empty_tensors() -> None:
+def test_pieces_of_a_layout_skip_empty_tensors() -> None:
     layout = Layout.of_shapes([("a", (0, 3)), ("b", (2,))])
-    assert intervals(layout, True) == [Interval(0, (2,))]
+    for selector in (selectors.All(), selectors.Significant()):
+        (piece,) = selector.pieces(Intervals.whole(2), layout, per_tensor=True, fragment=0)
+        assert piece == Piece(Intervals(((0, 2),)), (2,))

@@ -12,9 +12,11 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_state import Outbox, ServerState
 from weightgrad.core.strategies import find
 from weightgrad.errors import ProtocolError
+from weightgrad.kernels import fixed
 from weightgrad.wire.messages import (
     Join,
     JoinReply,
@@ -52,6 +54,16 @@ def push(site: str, round_: int, update: Tensor | None = None, **more: Any) -> P
 
 def to(out: Outbox, site: str, kind: type[Message] = RoundResult) -> list[Any]:
     return [message for name, message in out.messages if name == site and isinstance(message, kind)]
+
+
+def weights_of(reply: JoinReply) -> Tensor:
+    """The weights of a download."""
+    found = torch.full((N,), float("nan"))
+    for part in reply.parts:
+        assert part.version == reply.version
+        for segment in part.segments if part.vector == "weights" else ():
+            segment.into(found, fixed.STORE)
+    return found
 
 
 def moved(one: ServerState) -> Tensor:
@@ -241,8 +253,20 @@ def test_async_moves_by_a_share_at_once() -> None:
     torch.testing.assert_close(moved(one), noise(1) / 3)
 
 
-def test_async_weighs_a_stale_push_down() -> None:
+def test_the_staleness_aware_rate_is_that_of_its_paper() -> None:
+    """Zhang et al.: eta/tau for a push that is tau >= 1 versions old, whatever the number of sites."""
     one = server(consistency="async_(staleness='inverse')")
+    one.receive(push("a", 1, noise(1), seen=0), 0.0)  # on the present model
+    torch.testing.assert_close(moved(one), noise(1))
+    one.receive(push("b", 1, noise(2), seen=0), 0.0)  # one version old
+    torch.testing.assert_close(moved(one), noise(1) + noise(2))
+    one.receive(push("a", 2, noise(3), seen=2), 0.0)
+    one.receive(push("c", 1, noise(4), seen=0), 0.0)  # three versions old
+    torch.testing.assert_close(moved(one), noise(1) + noise(2) + noise(3) + noise(4) / 3)
+
+
+def test_async_can_weigh_the_share_of_a_stale_push_down() -> None:
+    one = server(consistency="async_(staleness='inverse_share')")
     one.receive(push("a", 1, noise(1), seen=0), 0.0)
     one.receive(push("a", 2, noise(2), seen=1), 0.0)
     torch.testing.assert_close(moved(one), (noise(1) + noise(2)) / 3)
@@ -275,7 +299,7 @@ def test_global_models_kept_for_compensation_do_not_grow_with_rounds() -> None:
     one = server(sites="ab", consistency="async_(compensate=0.5)")
     for number in range(1, 30):
         one.receive(push("a", number, noise(number)), 0.0)
-    assert len(one._delay_compensation) <= 5
+    assert len(one.shards[0]._delay_compensation) <= 5
     assert one.receive(push("b", 1, noise(1), seen=0), 0.0).closed
 
 
@@ -311,17 +335,17 @@ def test_each_of_several_rounds_closed_at_once_has_its_own_digest() -> None:
 
 
 def test_the_timeout_grows_with_the_rounds_unless_it_is_fixed() -> None:
-    adapting, fixed = server(sites="ab", t_global="auto"), server(sites="ab", t_global=60.0)
-    for one in (adapting, fixed):
-        assert one.timeout() == 60.0
+    adapting, constant = server(sites="ab", t_global="auto"), server(sites="ab", t_global=60.0)
+    for one in (adapting, constant):
+        assert one.coordinator.timeout() == 60.0
         for number in (1, 2, 3):
             one.receive(push("a", number, noise(number)), 100.0 * number)
             one.receive(push("b", number), 100.0 * number + 20.0)
-    assert adapting.timeout() == 200.0
-    assert fixed.timeout() == 60.0
+    assert adapting.coordinator.timeout() == 200.0
+    assert constant.coordinator.timeout() == 60.0
     adapting.receive(push("a", 4), 400.0)
     assert adapting.next_wake() == 600.0
-    assert server(t_global=None).timeout() is None
+    assert server(t_global=None).coordinator.timeout() is None
 
 
 def test_a_lost_site_that_pushes_is_in_again_and_told_what_it_missed() -> None:
@@ -333,24 +357,25 @@ def test_a_lost_site_that_pushes_is_in_again_and_told_what_it_missed() -> None:
     (reply,) = to(out, "c", JoinReply)
     assert (reply.version, reply.round, reply.included) == (1, 2, 0)
     assert [a.version for a in reply.results] == [1]
-    assert reply.snapshot is None
+    assert not reply.downloads
     one.receive(push("a", 2), 6.0)
     (closed,) = one.receive(push("b", 2), 6.0).closed
     assert closed.result.included == {"a": 2, "b": 2, "c": 1}
 
 
-def test_a_site_that_missed_more_than_the_global_model_weighs_gets_a_snapshot() -> None:
+def test_a_site_that_missed_more_than_the_global_model_weighs_downloads_it() -> None:
     one = server(sites="ab", t_global=1.0)
     one.members.lose("b")
     for number in range(1, 5):
         one.receive(push("a", number, noise(number)), 0.0)
     (reply,) = to(one.receive(Join(site="b", version=0), 0.0), "b", JoinReply)
     assert reply.results == ()
-    assert torch.equal(reply.snapshot["weights"], one.global_model.vector)
+    assert torch.equal(weights_of(reply), one.global_model.vector)
     (newcomer,) = to(one.receive(Join(site="d", version=-1), 0.0), "d", JoinReply)
-    assert newcomer.snapshot is not None
+    assert newcomer.downloads
+    assert torch.equal(weights_of(newcomer), one.global_model.vector)
     (present,) = to(one.receive(Join(site="b", version=4), 0.0), "b", JoinReply)
-    assert present.snapshot is None
+    assert not present.downloads
     assert present.results == ()
 
 
@@ -358,24 +383,49 @@ def test_the_log_of_results_does_not_grow_with_rounds() -> None:
     one = server(sites="a", down="topk(0.05)")
     for number in range(1, 60):
         one.receive(push("a", number, noise(number)), 0.0)
-    kept = [version for version in range(60) if one._log.since(version, one.global_model.version) is not None]
+    kept = [version for version in range(60) if one.shards[0].log.since(version, one.global_model.version) is not None]
     assert 50 < min(kept) < 59, "the last few only"
 
 
 # -- the end --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["weightgrad", "streaming", "onebit", "adaptive"])
-def test_the_last_round_flushes_what_the_down_codec_kept_back(name: str) -> None:
-    world = Harness(name, flush="fp32")
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("weightgrad", {}),
+        ("streaming", {}),
+        ("onebit", {"up": "warmup(2, onebit())", "down": "warmup(2, onebit())"}),
+        ("adaptive", {"down": "adaptive(pi=32)", "down_selector": "all"}),
+    ],
+)
+def test_the_last_round_flushes_what_the_down_codec_kept_back(name: str, changes: dict[str, Any]) -> None:
+    world = Harness(name, flush="fp32", **changes)
     for _ in range(20):
         for n in world.names:
             world.step(n)
             world.drain(n)
-    assert world.server._encoder.residual.vector.abs().max() > 1e-3
+    assert world.server.shards[0].residual.whole().abs().max() > 1e-3
     world.finish()
     world.check()
-    assert world.server._encoder.residual.vector.abs().max() == 0
+    assert world.server.shards[0].residual.whole().abs().max() == 0
+
+
+def test_the_last_round_moves_what_nobody_pushed_by_what_was_kept_back_and_nothing_else() -> None:
+    """An outer optimizer takes no step where there is no push, in the last round as in all others."""
+    one = server(sites="a", aggregator="outer('nesterov')", down="ef(topk(0.1))", flush="fp32")
+    for number in (1, 2, 3):
+        one.receive(push("a", number, noise(number)), 0.0)
+    kept_back, before = one.shards[0].residual.whole().clone(), moved(one)
+    velocity = one.shards[0]._memory.vectors["velocity"].clone()
+    last = push("a", 4, final=True)
+    segment = Segment(20, Fp32().encode(noise(4)[:10], {}, 0)[0])
+    assert one.receive(replace(last, segments=(segment,)), 0.0).closed
+    rest = torch.ones(N, dtype=torch.bool)
+    rest[20:30] = False
+    torch.testing.assert_close((moved(one) - before)[rest], kept_back[rest])
+    assert torch.equal(one.shards[0]._memory.vectors["velocity"][rest], velocity[rest])
+    assert not one.shards[0].residual.whole().any()
 
 
 def test_without_a_flush_it_stays() -> None:
@@ -385,9 +435,9 @@ def test_without_a_flush_it_stays() -> None:
             world.step(n)
         for n in world.names * 2:
             world.drain(n)
-    before = world.server._encoder.residual.vector.clone()
+    before = world.server.shards[0].residual.whole().clone()
     world.finish()
-    assert torch.equal(world.server._encoder.residual.vector, before)
+    assert torch.equal(world.server.shards[0].residual.whole(), before)
 
 
 # -- durability -----------------------------------------------------------------------------
@@ -420,7 +470,7 @@ def test_a_restored_server_goes_on_bit_for_bit(changes: dict[str, Any]) -> None:
     rounds(again, range(5, 9))
     assert again.global_model.version == first.global_model.version == 8
     assert again.global_model.digest() == first.global_model.digest()
-    assert torch.equal(again._encoder.residual.vector, first._encoder.residual.vector)
+    assert torch.equal(again.shards[0].residual.whole(), first.shards[0].residual.whole())
 
 
 def test_a_restored_server_knows_what_it_had_included() -> None:
@@ -433,6 +483,67 @@ def test_a_restored_server_knows_what_it_had_included() -> None:
     assert (reply.included, reply.round) == (1, 2)
     assert not again.receive(push("a", 1, noise(1)), 0.0).closed
     assert again.global_model.digest() == first.global_model.digest()
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_restored_server_sends_the_results_that_its_log_has_kept(kept: bool, same_process: bool) -> None:
+    plan = find("diloco", {"aggregator": "mean", "down": "topk(0.05)"}).for_server()
+    log = MemoryResultLog(10**6, kept=kept)
+
+    def made() -> ServerState:
+        return ServerState(
+            GlobalModel(LAYOUT, START, optimizer=None, rate=lambda step: 1.0), plan, 1, make_log=lambda _: log
+        )
+
+    first = made()
+    first.receive(Join(site="a", version=0), 0.0)
+    for number in range(1, 7):
+        first.receive(push("a", number, noise(number)), 0.0)
+        if number == 4:
+            state = first.checkpoint()
+    again = first if same_process else made()
+    again.restore(state)
+    (reply,) = to(again.receive(Join(site="a", version=2), 0.0), "a", JoinReply)
+    assert (reply.version, reply.downloads) == (4, not kept)
+    assert [result.version for result in reply.results] == ([3, 4] if kept else [])
+    if kept:
+        found = torch.zeros(N)
+        for result in first.shards[0].log.since(0, 4) or ():
+            for segment in result.segments:
+                segment.into(found, fixed.ADD)
+        torch.testing.assert_close(found, moved(again))
+    (present,) = to(again.receive(Join(site="a", version=4), 0.0), "a", JoinReply)
+    assert not present.downloads
+    assert present.results == ()
+    (closed,) = again.receive(push("a", 5, noise(5)), 0.0).closed
+    (later,) = to(again.receive(Join(site="a", version=4), 0.0), "a", JoinReply)
+    assert [result.version for result in later.results] == [5] == [closed.result.version]
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+def test_results_of_a_restored_server_have_their_schedules(same_process: bool) -> None:
+    plan, codec = find("auto").for_server(), codecs.parse("topk(0.5) > sign()")
+    log = MemoryResultLog(10**6, kept=True)
+
+    def made() -> ServerState:
+        return ServerState(
+            GlobalModel(LAYOUT, START, optimizer=None, rate=lambda step: 1.0), plan, 1, make_log=lambda _: log
+        )
+
+    first = made()
+    first.receive(Join(site="a", version=0), 0.0)
+    schedules = []
+    for number in range(1, 6):
+        segment = Segment(0, codec.encode(noise(number), {}, 0)[0])
+        came = replace(push("a", number), segments=(segment,), report=Report(0.03, max(0, number - 1), 0.05))
+        (closed,) = first.receive(came, 0.1 * number).closed
+        schedules.append(closed.result.schedule)
+    assert any(schedules)
+    again = first if same_process else made()
+    again.restore(first.checkpoint())
+    (reply,) = to(again.receive(Join(site="a", version=0), 0.0), "a", JoinReply)
+    assert [result.schedule for result in reply.results] == schedules
 
 
 def test_a_site_whose_last_push_a_checkpoint_lacks_is_still_waited_for() -> None:
@@ -511,3 +622,24 @@ def test_a_site_that_left_and_pushes_again_is_awaited_again() -> None:
 
 def test_the_leave_of_a_stranger_is_nothing() -> None:
     assert not server().receive(Leave(site="nobody"), 0.0).messages
+
+
+def test_a_site_that_has_loaded_is_not_sent_another_download_for_what_it_was_sent_meanwhile() -> None:
+    """Results may be larger than what the log keeps; a site would load for ever."""
+    model = GlobalModel(LAYOUT, START, optimizer=None, rate=lambda step: 1.0)
+    one = ServerState(model, find("diloco").for_server(), 1, make_log=lambda _: MemoryResultLog(0))
+    one.receive(Join(site="a", version=0), 0.0)
+    (reply,) = to(one.receive(Join(site="b", version=-1, epoch=7), 0.0), "b", JoinReply)
+    assert reply.downloads
+    assert to(one.receive(push("a", 1, torch.ones(N)), 1.0), "b"), (
+        "a round does not wait for it, and its result is sent"
+    )
+    for epoch, version, downloads in ((8, 0, True), (7, 1, False)):
+        (reply,) = to(one.receive(Join(site="b", version=-1, epoch=7), 2.0), "b", JoinReply)
+        loaded = reply.version
+        one.receive(push("a", loaded + 1, torch.ones(N)), 2.0)
+        (reply,) = to(one.receive(Join(site="b", version=loaded, epoch=epoch), 3.0), "b", JoinReply)
+        assert (reply.version, reply.downloads, reply.results) == (loaded + 1, downloads, ())
+        assert loaded == version + 1
+    one.receive(push("a", 4, torch.ones(N)), 4.0)
+    assert "b" in one.waits_for(), "now rounds wait for it"

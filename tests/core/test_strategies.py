@@ -165,14 +165,54 @@ def test_a_stall_without_news_stops_the_workers_until_there_is_some() -> None:
     assert end.blocked(world.now) is None
 
 
+def test_an_automatic_stall_grows_with_what_rounds_take() -> None:
+    world = Harness("diloco", every=2, consistency="async_()", t="auto")
+    (name, *_) = world.names
+    end = world.ends[name]
+
+    def push() -> float:
+        while not end.in_flight:
+            assert world.step(name)
+        return world.now
+
+    pushed = push()
+    assert end.blocked(pushed + 29) is None
+    assert end.blocked(pushed + 31) == "stall"
+    world.now += 10  # the result takes so long
+    world.drain(name)
+    end.apply_results()
+    pushed = push()
+    assert end.blocked(pushed + 49) is None, "five rounds of ten seconds"
+    assert end.blocked(pushed + 51) == "stall"
+
+
+@pytest.mark.parametrize("name", ["weightgrad", "weightgrad-paper"])
+def test_weightgrad_stalls_without_news(name: str) -> None:
+    assert find(name).t == "auto"
+    assert find(name).for_site().t == 30.0
+    with pytest.raises(StrategyError, match="t_local"):
+        find(name, {"t_local": "auto"})
+
+
 @pytest.mark.parametrize("name", available())
 def test_one_worker_alone_encodes_nothing_inside_its_site(name: str) -> None:
     strategy = find(name)
     assert strategy.inside(2) is strategy
     alone = strategy.inside(1)
     assert (alone.gradients, alone.weights, alone.combine, alone.evaluate) == ("fp32", "fp32", "mean", "global_model")
-    between = {k: v for k, v in strategy.to_dict().items() if k not in ("gradients", "weights", "combine", "evaluate")}
+    inside = ("gradients", "weights", "combine", "serial_scale", "evaluate")
+    between = {k: v for k, v in strategy.to_dict().items() if k not in inside}
     assert between.items() <= alone.to_dict().items(), "what crosses the WAN is the strategy's"
+
+
+def test_one_worker_alone_has_no_serial_steps_to_match() -> None:
+    assert find("weightgrad-serial").serial_scale == "matched"
+    strategy = find("weightgrad-serial").inside(1)
+    assert (strategy.combine, strategy.serial_scale) == ("mean", None)
+    with pytest.raises(StrategyError, match="serial_scale"):
+        find("weightgrad-serial", {"serial_scale": "equal"})
+    with pytest.raises(StrategyError, match="serial_scale"):
+        find("weightgrad", {"serial_scale": "matched"})
 
 
 def test_a_serial_scale_is_kept_for_one_worker() -> None:

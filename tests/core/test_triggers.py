@@ -54,33 +54,55 @@ def test_only_significance_makes_the_server_call_the_others() -> None:
     assert not Staggered(4, 2).calls
 
 
-def test_the_threshold_follows_the_ratios_of_rate_and_norm() -> None:
+def after(g: DynamicThreshold, *epochs: float | tuple[float, ...]) -> float:
+    """The threshold after epochs with steps of these lengths, rate times momentum."""
+    for lengths in epochs:
+        for length in lengths if isinstance(lengths, tuple) else (lengths,):
+            g.measured(length)
+        g.epoch()
+    return g.value
+
+
+def test_the_threshold_follows_the_ratios_of_rate_and_momentum() -> None:
     g = DynamicThreshold(4.0, 1.0, 64.0)
-    g.epoch(0.1, 2.0)
-    assert g.value == 4.0  # nothing to compare with yet
-    g.epoch(0.1, 2.0)
-    assert g.value == 4.0  # a constant rate does not make it zero
-    g.epoch(0.05, 2.0)
-    assert g.value == pytest.approx(2.0)
-    g.epoch(0.05, 5.0)
-    assert g.value == pytest.approx(5.0)
+    assert after(g, 0.1 * 2.0) == 4.0  # nothing to compare with yet
+    assert after(g, 0.1 * 2.0) == 4.0  # a constant rate does not make it zero
+    assert after(g, 0.05 * 2.0) == pytest.approx(2.0)
+    assert after(g, 0.05 * 5.0) == pytest.approx(5.0)
+
+
+def test_the_threshold_compares_the_mean_step_of_an_epoch() -> None:
+    g = DynamicThreshold(4.0, 1.0, 64.0)
+    assert after(g, (1.0, 2.0, 3.0), (0.5, 1.5)) == pytest.approx(2.0)
+
+
+def test_bounds_do_not_make_the_threshold_forget() -> None:
+    """A warm-up of the learning rate lifts G to its bound and past it; afterwards it is where it began."""
+    g = DynamicThreshold(4.0, 1.0, 64.0)
+    assert after(g, 1.0, 100.0) == 64.0
+    assert after(g, 1.0) == pytest.approx(4.0)
+    assert after(g, 0.01) == 1.0
+    assert after(g, 0.5) == pytest.approx(2.0)
+
+
+def test_the_threshold_goes_on_from_a_checkpoint() -> None:
+    g, copy = DynamicThreshold(4.0, 1.0, 64.0), DynamicThreshold(4.0, 1.0, 64.0)
+    after(g, 1.0, 0.5)
+    g.measured(0.25)
+    copy.load(g.state())
+    assert copy.value == g.value == pytest.approx(2.0)
+    assert after(copy, 0.75) == after(g, 0.75) == pytest.approx(2.0)
 
 
 def test_the_threshold_stays_within_its_bounds() -> None:
     assert DynamicThreshold(1000.0, 1.0, 64.0).value == 64.0
     assert DynamicThreshold(0.1, 1.0, 64.0).value == 1.0
     g = DynamicThreshold(4.0, 1.0, 64.0)
-    g.epoch(1.0, 1.0)
-    g.epoch(1e6, 1.0)
-    assert g.value == 64.0
-    g.epoch(1e-9, 1.0)
-    assert g.value == 1.0
+    assert after(g, 1.0, 1e6) == 64.0
+    assert after(g, 1e-9) == 1.0
 
 
-@pytest.mark.parametrize(("rate", "norm"), [(0.0, 1.0), (1.0, 0.0)])
-def test_an_epoch_without_rate_or_norm_changes_nothing(rate: float, norm: float) -> None:
+@pytest.mark.parametrize("length", [0.0, float("inf"), float("nan")])
+def test_a_step_without_a_length_changes_nothing(length: float) -> None:
     g = DynamicThreshold(4.0, 1.0, 64.0)
-    g.epoch(1.0, 1.0)
-    g.epoch(rate, norm)
-    g.epoch(8.0, 8.0)
-    assert g.value == 4.0
+    assert after(g, 1.0, length, ()) == 4.0

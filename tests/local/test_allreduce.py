@@ -144,6 +144,99 @@ def test_bytes_are_few() -> None:
     assert sum(payload.nbytes for payload in sent) < 40_000 * 4 / 7
 
 
+# Whole columns of a matrix
+
+
+def by_columns(size: int, rows: int, columns: int, spec: str) -> list[QuantizedAllreduce]:
+    codec = codecs.parse(spec)
+    return [
+        QuantizedAllreduce(size, rows * columns, codec, derive(3, rank), matrix=(rows, columns)) for rank in range(size)
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.integers(1, 5), rows=st.integers(1, 9), columns=st.integers(1, 12))
+def test_fp32_by_columns_is_the_same_mean(size: int, rows: int, columns: int) -> None:
+    vectors = [randn(rows * columns, rank) for rank in range(size)]
+    (wanted,) = exchange(group(size, rows * columns, "fp32()"), vectors, 0)[:1]
+    for result in exchange(by_columns(size, rows, columns, "fp32()"), vectors, 0):
+        assert torch.equal(result, wanted)
+
+
+def onebit_by_column(matrix: Tensor) -> Tensor:
+    """One-bit SGD as it is written down: in each column, each value becomes the mean of those with its sign."""
+    out = torch.empty_like(matrix)
+    for column in range(matrix.shape[1]):
+        values = matrix[:, column]
+        for chosen in (values >= 0, values < 0):
+            if chosen.any():
+                out[chosen, column] = values[chosen].double().mean().float()
+    return out
+
+
+def test_onebit_by_columns_is_drydens_with_a_pair_of_means_a_column() -> None:
+    """Three steps against a slow reference, with the error feedback of both ways."""
+    size, rows, columns = 3, 16, 10
+    ranks = by_columns(size, rows, columns, "onebit()")
+    errors, back = torch.zeros(size, rows, columns), torch.zeros(rows, columns)
+    for step in range(3):
+        vectors = [randn(rows * columns, 10 * step + rank) for rank in range(size)]
+        results = exchange(ranks, vectors, step)
+        sent = []
+        for rank, vector in enumerate(vectors):
+            value = vector.view(rows, columns) + errors[rank]
+            sent.append(onebit_by_column(value))
+            errors[rank] = value - sent[-1]
+        value = torch.stack(sent).mean(0) + back
+        wanted = onebit_by_column(value)
+        back = value - wanted
+        for result in results:
+            torch.testing.assert_close(result.view(rows, columns), wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(results[0], exchange(group(size, rows * columns, "onebit()"), vectors, 2)[0], atol=1e-2)
+
+
+def test_columns_cost_a_pair_of_means_each() -> None:
+    rows, columns = 256, 64
+    flat, dealt = group(4, rows * columns, "onebit()")[0], by_columns(4, rows, columns, "onebit()")[0]
+    vector = randn(rows * columns, 0)
+    sizes = [sum(p.body.numel() for p in rank.encode_chunks(vector, 0)) for rank in (flat, dealt)]
+    assert sizes == [rows * columns // 8 + 4 * 8, rows * columns // 8 + columns * 8]
+
+
+def test_columns_of_different_sizes_are_a_smaller_error() -> None:
+    """What the pairs of means are for: columns of a gradient differ in size."""
+    rows, columns = 128, 24
+    scale = torch.logspace(-2, 1, columns)
+    vectors = [(randn(rows * columns, rank).view(rows, columns) * scale).view(-1) for rank in range(2)]
+    mean = (vectors[0] + vectors[1]) / 2
+    off = [
+        float((exchange(ranks, vectors, 0)[0] - mean).norm() / mean.norm())
+        for ranks in (by_columns(2, rows, columns, "onebit()"), group(2, rows * columns, "onebit()"))
+    ]
+    assert off[0] < 0.9 * off[1]
+
+
+@pytest.mark.parametrize("spec", ["onebit()", "ef(qsgd(bits=4))", "adaptive(pi=4)"])
+def test_a_saved_state_of_columns_continues_the_same(spec: str) -> None:
+    through, again = (by_columns(2, 20, 7, spec) for _ in range(2))
+    for step in range(3):
+        exchange(through, [randn(140, 10 * step + rank) for rank in range(2)], step)
+    for old, new in zip(through, again, strict=True):
+        new.load(old.state())
+    vectors = [randn(140, 90 + rank) for rank in range(2)]
+    assert torch.equal(exchange(through, vectors, 3)[0], exchange(again, vectors, 3)[1])
+
+
+def test_a_matrix_has_as_many_elements_as_the_vector() -> None:
+    for wrong in ((3, 3), (0, 10), (-2, -5)):
+        with pytest.raises(StrategyError, match="rows and columns"):
+            QuantizedAllreduce(2, 10, codecs.parse("fp32()"), 0, matrix=wrong)
+    rank, _ = by_columns(2, 2, 5, "fp32()")
+    two, three = rank.encode_chunks(torch.zeros(10), 0)
+    with pytest.raises(ProtocolError, match=r"shape \[2, 3\], expected \[2, 2\]"):
+        rank.gather([three, two])
+
+
 def test_mistakes_are_named() -> None:
     rank, other = group(2, 11, "fp32()")
     with pytest.raises(StrategyError, match=r"shape \[10\], expected 11"):

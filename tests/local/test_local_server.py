@@ -149,6 +149,27 @@ def test_serial_takes_one_optimizer_step_a_gradient_in_order() -> None:
     assert torch.equal(site, (one + two + three) / 3)
 
 
+@pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9}), ("lars", {"momentum": 0.9})], ids=str)
+def test_matched_serial_steps_keep_up_with_the_mean(optimizer: tuple[str, Mapping[str, Any]]) -> None:
+    """With the same gradients step after step all move as far a step in the end; without a gradient the matched steps
+    die down as the mean's do, and those at lr/n four times as soon."""
+    ways: list[dict[str, Any]] = [{"combine": "mean"}, {"combine": "serial", "serial_scale": "matched"}]
+    servers = [LocalServer(LAYOUT, torch.ones(LAYOUT.numel), optimizer, **way) for way in ways]
+    plain = LocalServer(LAYOUT, torch.ones(LAYOUT.numel), optimizer, combine="serial")
+    gradients = [torch.full((LAYOUT.numel,), 1e-3 * (place + 1)) for place in range(4)]
+    for _ in range(60):
+        for server in (*servers, plain):
+            server.step([gradient.clone() for gradient in gradients], 0.01)
+    kept = []
+    for server in (*servers, plain):
+        places = [server.master().double().mean().item()]
+        for _ in range(2):
+            server.step([torch.zeros(LAYOUT.numel)] * 4, 0.01)
+            places.append(server.master().double().mean().item())
+        kept.append((places[2] - places[1]) / (places[1] - places[0]))
+    assert kept == pytest.approx([0.9, 0.9, 0.9**4], rel=0.02)
+
+
 def test_the_callers_weights_move_in_place() -> None:
     weights = randn(1)
     server = LocalServer(LAYOUT, weights, SGD)
@@ -270,6 +291,8 @@ def test_mistakes_are_named() -> None:
         LocalServer(LAYOUT, randn(), SGD, combine="sum")
     with pytest.raises(StrategyError, match=r"serial_scale=0\.5"):
         LocalServer(LAYOUT, randn(), SGD, serial_scale=0.5)
+    with pytest.raises(StrategyError, match="serial_scale='mean'"):
+        LocalServer(LAYOUT, randn(), SGD, combine="serial", serial_scale="mean")
     with pytest.raises(StrategyError, match="flat weights must be"):
         LocalServer(LAYOUT, torch.zeros(3), SGD)
     with pytest.raises(StrategyError, match="flat gradient must be"):

@@ -17,6 +17,7 @@ LAYERS = [
     {"wire"},
     {"core"},
     {"local"},
+    {"quantized"},
     {"runtime"},
     {"integrations"},
     {"cli"},

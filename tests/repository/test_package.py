@@ -26,6 +26,7 @@ PROJECT = PYPROJECT["project"]
 COMMANDS: dict[str, str] = PROJECT["entry-points"]["weightgrad.commands"]
 EXCEPT = {"torch"}  # constraints-oldest.txt says why
 NOT_INSTALLED = {"mypy", "pytest-cov", "ruff", "types-pyyaml"}  # scripts/test-oldest checks neither style nor coverage
+NOT_INSTALLED |= {"accelerate", "lightning", "peft", "transformers"}  # nor integrations
 
 
 def pins(name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 
 import weightgrad
 
-PACKAGES = ["codecs", "core", "kernels", "lab.emulate", "lab.sim", "local", "wire"]
+PACKAGES = ["codecs", "core", "kernels", "lab.emulate", "lab.sim", "local", "quantized", "wire"]
 MODULES = ["weightgrad", *(f"weightgrad.{package}" for package in PACKAGES)]
 
 
@@ -32,7 +32,8 @@ def test_public_things_have_a_docstring(name: str) -> None:
 
 def test_the_api_is_what_we_meant() -> None:
     modules = ["codecs", "errors", "kernels", "wire"]
-    assert sorted(weightgrad.__all__) == sorted([*modules, "Site", "WeightGradError", "__version__", "join"])
+    files = ["load_packed", "load_quantized", "save_quantized"]
+    assert sorted(weightgrad.__all__) == sorted([*modules, *files, "Site", "WeightGradError", "__version__", "join"])
 
 
 def test_every_error_hangs_on_the_tree() -> None:

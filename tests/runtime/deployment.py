@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from weightgrad.core import optimizers
-from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.global_model import GlobalModel, digest_of
 from weightgrad.core.guard import Guard
-from weightgrad.core.server_state import ClosedRound, ServerState
+from weightgrad.core.open_round import ClosedRound
+from weightgrad.core.server_coordinator import ServerCoordinator
+from weightgrad.core.server_shard import ServerShard
+from weightgrad.core.site_coordinator import SiteCoordinator
+from weightgrad.core.site_shard import SiteShard
+from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import WeightGradError
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.deployment import run_config
 from weightgrad.lab.run.launch import Popen, Processes, commands, free_port, prepare, progress_of
+from weightgrad.lab.run.model_file import read_global_model
 from weightgrad.lab.run.simulation import optimizer_options, rate_of
 from weightgrad.lab.run.task import Training
 from weightgrad.runtime.admission import RunConfig
@@ -29,7 +39,7 @@ from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.session import join
 from weightgrad.runtime.transport.grpc_server import GrpcServer
-from weightgrad.runtime.transport.grpc_sessions import TransportLimits
+from weightgrad.wire.intervals import Intervals
 
 PATIENCE_S = 300.0  # for a busy machine; nothing here should need it
 
@@ -66,9 +76,8 @@ def tiny(strategy: str, *, steps: int = 24, workers: int = 2, optimizer: str = S
 
 
 def model_of(directory: Path) -> dict[str, torch.Tensor]:
-    """The global model that a run left, without what the simulator quantizes on top."""
-    found = load_file(str(directory / "model.safetensors"))
-    return {name: tensor for name, tensor in found.items() if not name.startswith("quantized.")}
+    """The global model that a run left, in full precision."""
+    return read_global_model(directory)
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -83,13 +92,20 @@ class Rehearsal:
 
     def __init__(self, recipe: Recipe, out: Path, *more: str, popen: Popen = subprocess.Popen) -> None:
         self.recipe, self.out, self.popen = recipe, out, popen
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{free_port(recipe.server.processes)}"
+        self._more = more
         prepare(recipe, out)
-        self.commands = commands(recipe, out, self.address, lambda _: self.address)
+        self.use(recipe)
+        self.processes = Processes(out / "logs")
+
+    def use(self, recipe: Recipe) -> None:
+        """What is started from now on follows this recipe."""
+        self.recipe = recipe
+        (self.out / "recipe.yaml").write_text(recipe.to_yaml())
+        self.commands = commands(recipe, self.out, self.address, lambda _: self.address)
         for name in self.commands:
             if name != "server":
-                self.commands[name] += more
-        self.processes = Processes(out / "logs")
+                self.commands[name] += self._more
 
     def __enter__(self) -> Rehearsal:
         return self
@@ -117,26 +133,34 @@ class Rehearsal:
             time.sleep(0.02)
 
     def kill(self, name: str) -> None:
-        """kill -9 of the process and all it has started."""
+        """kill -9 of the process and of all ranks that torchrun has started for it."""
         process = self.processes.running.pop(name)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for pid in self._ranks(name).values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    def kill_worker(self, site: str, rank: int) -> None:
-        """kill -9 of one worker; torchrun lives and starts the workers again."""
+    def kill_worker(self, name: str, rank: int) -> None:
+        """kill -9 of one rank of a site or of the server; torchrun lives and starts all ranks again."""
+        os.kill(self._ranks(name)[rank], signal.SIGKILL)
+
+    def _ranks(self, name: str) -> dict[int, int]:
+        """The process ids of the ranks that torchrun has started for a site or for the server."""
+        role, found = "\0serve\0" if name == "server" else f"--site\0{name}\0", {}
         for directory in Path("/proc").iterdir():
             if not directory.name.isdigit():
                 continue
             try:
-                variables = (directory / "environ").read_bytes().split(b"\0")
-                command = (directory / "cmdline").read_bytes()
-            except OSError:
+                variables = dict(
+                    one.split("=", 1) for one in (directory / "environ").read_text().split("\0") if "=" in one
+                )
+                command = (directory / "cmdline").read_text()
+            except (OSError, UnicodeDecodeError):
                 continue
-            mine = f"{self.out}".encode() in command and f"--site\0{site}".encode() in command
-            if mine and f"LOCAL_RANK={rank}".encode() in variables:
-                os.kill(int(directory.name), signal.SIGKILL)
-                return
-        raise AssertionError(f"no worker {rank} of {site}")
+            if f"{self.out}" in command and role in command and "LOCAL_RANK" in variables:
+                found[int(variables["LOCAL_RANK"])] = int(directory.name)
+        return found
 
     def finish(self) -> None:
         self.until_true(self.processes.all_done)
@@ -155,14 +179,13 @@ class Hub:
         *,
         certs: Path | None = None,
         listen: str = "127.0.0.1:0",
-        max_message: int = 1 << 30,
         **options: Any,
     ) -> None:
         asked = recipe if isinstance(recipe, RunConfig) else run_config(recipe)
         credentials = Credentials.load(certs, server=True) if certs is not None else None
         options = {"guard": Guard(), **options}
         own = credentials.for_server() if credentials is not None else None
-        self.transport = GrpcServer(listen, credentials=own, limits=TransportLimits.for_messages_of(max_message))
+        self.transport = GrpcServer(listen, credentials=own)
         self.address = f"127.0.0.1:{self.transport.port}"
         try:
             self.server = GlobalServer(asked, ServeOptions(**options), self.transport, credentials)
@@ -215,13 +238,22 @@ class Hub:
             self.tick()
 
     @property
-    def core(self) -> ServerState:
-        assert self.server.core is not None
-        return self.server.core
+    def core(self) -> ServerCoordinator:
+        assert self.server.coordinator is not None
+        return self.server.coordinator
+
+    @property
+    def shard(self) -> ServerShard:
+        assert self.server.process.serving is not None
+        return self.server.process.serving.shard
+
+    @property
+    def global_model(self) -> GlobalModel:
+        return self.shard.global_model
 
     @property
     def version(self) -> int:
-        return self.server.core.global_model.version if self.server.core is not None else 0
+        return self.server.coordinator.version if self.server.coordinator is not None else 0
 
     def counted(self, name: str, **labels: str) -> float:
         """A metric's value."""
@@ -285,12 +317,26 @@ class Runner:
             task.backward(number, 0, step)
             optimizers.set_rate(optimizer, rate(step))
             optimizer.step()
+            optimizer.zero_grad()
         site.leave()
 
     @property
-    def global_model(self) -> GlobalModel:
-        assert self.site._state is not None
-        return self.site._state.global_model
+    def shard(self) -> SiteShard:
+        assert self.site._training is not None
+        return self.site._training.shard
+
+    @property
+    def coordinator(self) -> SiteCoordinator:
+        assert self.site._training is not None
+        assert self.site._training.coordinator is not None
+        return self.site._training.coordinator
+
+    def digest(self) -> str:
+        """Of the site's global model."""
+        if isinstance(self.shard, UpdateShard):
+            return f"{digest_of(self.shard.global_model, self.shard.held):016x}"
+        whole = self._task.layout.gather(self._task.module)
+        return f"{digest_of(whole, self.shard.held):016x}"
 
     def extend(self, steps: int) -> bool:
         """Let it go on so far, once it has come to its limit; false, for use while waiting."""
@@ -300,7 +346,8 @@ class Runner:
 
     @property
     def version(self) -> int:
-        return self.site._state.global_model.version if self.site._state is not None else 0
+        training = self.site._training
+        return training.coordinator.version if training is not None and training.coordinator is not None else 0
 
     def vanish(self) -> None:
         """As by kill -9 when the disk is idle: the connections are gone and nobody has said goodbye."""
@@ -308,14 +355,33 @@ class Runner:
         self._hang_up()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
-        if self.site._checkpoint is not None:
-            self.site._checkpoint.writer.wait()
+        training = self.site._training
+        if training is not None and training.checkpoint is not None:
+            training.checkpoint.writer.wait()
 
     def _hang_up(self) -> None:
         if self.site.events is not None:
             self.site.events.close()
-        if self.site._connection is not None:
-            self.site._connection.abort()
+        entry = self.site._entry
+        if entry is not None and entry.connection is not None:
+            entry.connection.abort()
+
+
+def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The facts and the tensors of a site's newest checkpoint."""
+    newest = sorted(directory.glob("checkpoint-*"))[-1]
+    reader = FileSystemReader(newest)
+    about: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in about.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch would like a process group
+        load(tensors, storage_reader=reader, no_dist=True)
+    return json.loads((newest / "facts.json").read_text()), tensors
+
+
+def digest_text(vector: torch.Tensor) -> str:
+    """The digest of a whole flat model."""
+    return f"{digest_of(vector, Intervals.whole(vector.numel())):016x}"
 
 
 def finish(*sites: Runner) -> None:

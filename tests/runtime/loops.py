@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.nn import functional
 
 import weightgrad as wg
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.process_group import SiteGroup
 
 STEPS, MIDDLE = 6, 4
 LIMIT = 600.0  # seconds for a whole run; a few are enough when the machine has nothing else to do
@@ -113,14 +113,36 @@ class Normed(Loop):
         return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
 
 
+class Deep(Loop):
+    """A matrix between the first and the last, which a strategy may quantize, and batch norm."""
+
+    def build(self) -> nn.Sequential:
+        return deep()
+
+
+def deep() -> nn.Sequential:
+    """The network of `Deep`."""
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
+    )
+
+
 class Staged(Loop):
-    """Cut by layers: the second rank has more of them, and the only buffers."""
+    """Cut by layers: the second rank has more of them, and the only buffers. Layers keep their names."""
 
     def build(self) -> nn.Sequential:
         self.prepare = {"stages": True}
         if self.rank == 0:
-            return nn.Sequential(nn.Linear(6, 2))
-        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Linear(4, 2))
+            return nn.Sequential(OrderedDict({"0": nn.Linear(6, 2)}))
+        return nn.Sequential(OrderedDict({"1": nn.BatchNorm1d(6), "2": nn.Linear(6, 4), "3": nn.Linear(4, 2)}))
+
+
+class Renamed(Loop):
+    """Cut by layers, and every rank counts its own from 0."""
+
+    def build(self) -> nn.Sequential:
+        self.prepare = {"stages": True}
+        return nn.Sequential(nn.Linear(6, 2))
 
 
 class Larger(Loop):
@@ -128,22 +150,6 @@ class Larger(Loop):
 
     def build(self) -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-class Eager(Loop):
-    """Encodes beside backward, whether a core is idle or not."""
-
-    def build(self) -> nn.Sequential:
-        SiteGroup.idle_core = property(lambda _: True)  # type: ignore[method-assign, assignment]
-        return super().build()
-
-
-class Behind(Loop):
-    """Encodes in the step."""
-
-    def build(self) -> nn.Sequential:
-        SiteGroup.idle_core = property(lambda _: False)  # type: ignore[method-assign, assignment]
-        return super().build()
 
 
 class Other(Loop):
@@ -179,16 +185,58 @@ class Cycled(Loop):
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=STEPS)
 
 
-class Closure(Cycled):
+class Closure(Loop):
     """The backward pass inside the step."""
 
+    def __init__(self, site: str = "east", rank: int = 0) -> None:
+        super().__init__(site, rank)
+        self.waits: tuple[str, int] | None = None
+
+    def backward(self, place: str, step: int) -> None:
+        self.waits = (place, step)
+
     def step(self) -> None:
-        self.optimizer.step(lambda: 0.0)
+        assert self.waits is not None
+        place, step = self.waits
+
+        def closure() -> float:
+            self.optimizer.zero_grad()
+            super(Closure, self).backward(place, step)
+            return 0.5
+
+        assert self.optimizer.step(closure) == 0.5
+
+
+class Scaled(Loop):
+    """A scaler that finds an infinity on one rank of one site, in the middle of training. Layers are saved alone."""
+
+    def __init__(self, site: str = "east", rank: int = 0) -> None:
+        super().__init__(site, rank)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+        self.skipped = False
+
+    def backward(self, place: str, step: int) -> None:
+        x, y = batch(place, step)
+        self.scaler.scale(functional.cross_entropy(self.model(x), y)).backward()
+        if (self.site, self.rank, step) == ("east", 1, MIDDLE):
+            spoiled = next(self.model.parameters()).grad
+            assert spoiled is not None
+            spoiled[0, 0] = float("inf")
+
+    def step(self) -> None:
+        first = next(self.model.parameters())
+        before = first.detach().clone()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.skipped |= torch.equal(before, first)
+        for tensor in self.model[2].state_dict().values():
+            assert tensor.untyped_storage().nbytes() == 4 * tensor.numel(), "it would be saved with all other layers"
 
 
 KINDS = (
-    Loop, Habits, Autocast, Frozen, Tied, Normed, Staged, Larger, Eager, Behind, Other, Failing, Stranger, Cycled,
-    Closure,
+    Loop, Habits, Autocast, Frozen, Tied, Normed, Deep, Staged, Renamed, Larger, Other, Failing, Stranger, Cycled,
+    Closure, Scaled,
 )  # fmt: skip
 LOOPS = {kind.__name__.lower(): kind for kind in KINDS}
 
@@ -213,12 +261,8 @@ def worker() -> None:
             loop.step()
             if step + 1 == MIDDLE:
                 tensors |= {f"middle.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-    assert site._rank_step is not None
-    eager = site._rank_step.eager
-    assert eager is not None or not isinstance(loop, Eager)
-    if eager is not None:
-        print(f"eager: {eager.used} of {eager.asked}")
-
+    if isinstance(loop, Scaled):
+        print(f"skipped: {loop.skipped}, steps: {site.steps}")
     if isinstance(loop, Tied):
         assert model[0].weight is model[2].weight
     tensors |= {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -14,15 +14,17 @@ from weightgrad.errors import CheckpointError
 from weightgrad.lab.run.deployment import run_config
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer
-from weightgrad.runtime.transport.transport import SessionStatus
-from weightgrad.wire.messages import Leave, Message
+from weightgrad.runtime.transport.transport import Peer, SessionStatus
+from weightgrad.wire.message_bytes import unpack
+from weightgrad.wire.messages import Leave
 
 from .deployment import Hub, Runner, finish, tiny
 
 
 def _finished(server: GlobalServer) -> bool:
     """Every site's last push is in the global model."""
-    return server.core is not None and all(m.done for m in server.core.members.by_name.values())
+    core = server.coordinator
+    return core is not None and all(m.done for m in core.members.by_name.values())
 
 
 @pytest.mark.parametrize("strategy", ["baseline", "{name: diloco, every: 4}"])
@@ -31,12 +33,12 @@ def test_a_server_that_dies_before_the_last_result_has_left(strategy: str, tmp_p
     first = Hub(recipe, state=tmp_path, until_finished=True)
     send = first.server.transport.send
 
-    def dies(name: str, data: Any) -> bool:
+    def dies(peer: Peer, data: Any, *, control: bool = False) -> bool:
         if _finished(first.server):
             raise CheckpointError("killed: the checkpoint is written, and nobody was told")
-        return send(name, data)
+        return send(peer, data, control=control)
 
-    first.server.transport.send = dies  # type: ignore[method-assign,assignment]
+    first.server.transport.send = dies  # type: ignore[method-assign]
     sites = [Runner(recipe, name, first.address) for name in ("east", "west")]
     first.join()
     assert isinstance(first.error, CheckpointError)
@@ -44,7 +46,7 @@ def test_a_server_that_dies_before_the_last_result_has_left(strategy: str, tmp_p
         finish(*sites)
         second.join()
         assert [site.version for site in sites] == [second.version] * 2
-        assert {site.global_model.digest() for site in sites} == {second.core.global_model.digest()}
+        assert {site.digest() for site in sites} == {second.global_model.digest()}
 
 
 def test_a_server_goes_on_while_a_global_model_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +55,9 @@ def test_a_server_goes_on_while_a_global_model_is_under_way(monkeypatch: pytest.
     transport = InMemoryServer(InMemoryNetwork(), "hub")
     server = GlobalServer(run_config(tiny("baseline", workers=1)), options, transport)
     left = [10**9]
-    monkeypatch.setattr(server, "core", SimpleNamespace(members=Members({"west": Member("west", done=True)})))
-    monkeypatch.setattr(transport, "sessions", lambda: {"west": SessionStatus("1", 4, left[0])})
+    core = SimpleNamespace(members=Members({"west": Member("west", done=True)}))
+    monkeypatch.setattr(server, "rounds", SimpleNamespace(coordinator=core))
+    monkeypatch.setattr(transport, "sessions", lambda: {Peer("west", 0): SessionStatus("1", 4, left[0])})
     server._finished_since = time.monotonic() - 1e6
     assert server._should_continue()
     left[0] = 0
@@ -66,36 +69,33 @@ def test_a_server_goes_on_while_a_global_model_is_under_way(monkeypatch: pytest.
 def test_a_server_waits_for_a_site_that_died_before_it_had_its_last_result(tmp_path: Path) -> None:
     recipe = tiny("{name: diloco, every: 4}", workers=1, steps=8)
     with Hub(recipe, until_finished=True) as hub:
-        send, handle = hub.server.transport.send, hub.server._handle
-        left: list[str] = []
+        send = hub.server.transport.send
 
-        def forgets(name: str, data: Any) -> bool:
-            return (name == "west" and _finished(hub.server)) or send(name, data)
+        def forgets(peer: Peer, data: Any, *, control: bool = False) -> bool:
+            return (peer.site == "west" and _finished(hub.server)) or send(peer, data, control=control)
 
-        def hears(site: str, message: Message) -> None:
-            left.extend([site] if isinstance(message, Leave) else [])
-            handle(site, message)
-
-        hub.server.transport.send = forgets  # type: ignore[method-assign,assignment]
-        hub.server._handle = hears  # type: ignore[method-assign]
+        hub.server.transport.send = forgets  # type: ignore[method-assign]
         east = Runner(recipe, "east", hub.address)
         west = Runner(recipe, "west", hub.address, state=tmp_path, checkpoint_every=1)
-        hub.until(lambda: "east" in left)
+        hub.until(lambda: _finished(hub.server) and not hub.core.members.by_name["east"].live)
         west.vanish()
         hub.server.transport.send = send  # type: ignore[method-assign]
         again = Runner(recipe, "west", hub.address, state=tmp_path)
         finish(east, again)
         hub.join()
-        assert again.global_model.digest() == hub.core.global_model.digest()
+        assert again.digest() == hub.global_model.digest()
 
 
 def test_a_server_does_not_wait_for_ever_for_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightgrad.runtime.server._GOODBYE_S", 0.5)
     recipe = tiny("{name: diloco, every: 4}", workers=1, steps=8)
     with Hub(recipe, until_finished=True) as hub:
-        handle = hub.server._handle
-        hub.server._handle = lambda site, message: (  # type: ignore[method-assign]
-            None if isinstance(message, Leave) else handle(site, message)
-        )
+        take = hub.server.on_message
+
+        def misses_goodbyes(peer: Peer, data: memoryview, control: bool) -> None:
+            if not isinstance(unpack(data), Leave):
+                take(peer, data, control)
+
+        hub.server.on_message = misses_goodbyes  # type: ignore[method-assign]
         finish(*(Runner(recipe, name, hub.address) for name in ("east", "west")))
         hub.join()

@@ -12,22 +12,18 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from prometheus_client import Counter, Gauge, Histogram
 
 import weightgrad
-from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.layout import Layout
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError
 from weightgrad.runtime import health
 from weightgrad.runtime.health import HealthServer
 from weightgrad.runtime.metrics import MetricSet, ServerMetrics, SiteMetrics
-from weightgrad.runtime.transport.transport import Traffic
+from weightgrad.runtime.transport.transport import Peer, Traffic
 from weightgrad.wire.sync_schedule import SyncSchedule
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -139,26 +135,26 @@ def test_the_build_is_named() -> None:
 
 def test_the_bytes_on_sockets_have_a_site_and_a_direction() -> None:
     metrics = ServerMetrics()
-    metrics.sockets({"virginia": Traffic(sent=10, received=200)})
-    metrics.sockets({"virginia": Traffic(sent=11, received=300), "tokyo": Traffic(1, 2)})
-    assert value(metrics, "socket_bytes", site="virginia", direction="up") == 300
-    assert value(metrics, "socket_bytes", site="virginia", direction="down") == 11
+    virginia = Peer("virginia", 0)
+    metrics.sockets({virginia: Traffic(sent=10, received=200)})
+    more = {Peer("virginia", 1): Traffic(sent=30, received=4), Peer("tokyo", 0): Traffic(1, 2)}
+    metrics.sockets({virginia: Traffic(sent=11, received=300), **more})
+    assert value(metrics, "socket_bytes", site="virginia", direction="up") == 304
+    assert value(metrics, "socket_bytes", site="virginia", direction="down") == 41
     assert value(metrics, "socket_bytes", site="tokyo", direction="up") == 2
 
 
-def site_state(**changes: Any) -> SiteState:
-    layout = Layout.of_shapes([("weight", (8,))])
-    global_model = GlobalModel(layout, torch.zeros(8), optimizer=None, rate=lambda step: 0.1)
-    return SiteState("virginia", global_model, find("diloco", changes).for_site(), samples=1, key=1)
+def site_coordinator() -> SiteCoordinator:
+    return SiteCoordinator("virginia", find("diloco", {}).for_site(), samples=1)
 
 
 def test_a_site_counts_its_steps_its_bytes_and_its_waiting() -> None:
-    now, state = 0.0, site_state()
+    now, state = 0.0, site_coordinator()
     metrics = SiteMetrics("virginia", clock=lambda: now)
     for step in range(1, 201):
-        now, state._progress.step = now + 0.5, step
+        now, state.progress.step = now + 0.5, step
         metrics.update(state)
-    state.global_model.version = 7
+    state.version = 7
     metrics.update(state)
     metrics.traffic(sent=10)
     metrics.traffic(sent=1, received=5)
@@ -176,10 +172,10 @@ def test_a_site_counts_its_steps_its_bytes_and_its_waiting() -> None:
 
 
 def test_a_site_shows_the_schedule_that_auto_has_set() -> None:
-    metrics, state = SiteMetrics("virginia"), site_state()
-    state._schedule.current = SyncSchedule(every=8, overlap=3, up="qsgd(bits=4)")
+    metrics, state = SiteMetrics("virginia"), site_coordinator()
+    state.schedule.current = SyncSchedule(every=8, overlap=3, up="qsgd(bits=4)")
     metrics.update(state)
-    state._schedule.current = SyncSchedule(every=16, overlap=5, up="bf16")
+    state.schedule.current = SyncSchedule(every=16, overlap=5, up="bf16")
     metrics.update(state)
     assert value(metrics, "schedule_every_steps", site="virginia") == 16
     assert value(metrics, "schedule_overlap_steps", site="virginia") == 5

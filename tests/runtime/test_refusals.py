@@ -25,21 +25,37 @@ from typer.testing import CliRunner
 
 from weightgrad.cli import app
 from weightgrad.codecs import Fp32
-from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.global_model import digest_of
 from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.strategies import find
 from weightgrad.errors import CredentialsError, LinkError, RefusedError, StrategyError
 from weightgrad.lab.run.launch import free_port
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission import AdmissionRequest, RankRequest, RunConfig
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem
 from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_server import GrpcServer
+from weightgrad.runtime.transport.grpc_settings import channel_options
+from weightgrad.runtime.transport.transport import Peer
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack
-from weightgrad.wire.messages import InitModel, Join, JoinReply, Leave, Message, Push, RoundResult, Segment
+from weightgrad.wire.messages import (
+    Holding,
+    Join,
+    JoinReply,
+    Leave,
+    Message,
+    ModelPart,
+    Push,
+    PushPart,
+    ResultPart,
+    RoundResult,
+    Segment,
+)
 
 from .certificates import DAY, now, reissue, unchecked
 from .deployment import PATIENCE_S, Hub
@@ -103,8 +119,8 @@ def entered(
         site.prepare(trained, chosen, **asked)
         yield site, step
     finally:
-        if site._connection is not None:
-            site._connection._client.close(0.0)
+        if site._entry is not None and site._entry._coordinator_client is not None:
+            site._entry._coordinator_client.close(0.0)
 
 
 def refused_with(words: str, *arguments: Any, **more: Any) -> None:
@@ -113,36 +129,65 @@ def refused_with(words: str, *arguments: Any, **more: Any) -> None:
         pass
 
 
+def weights() -> Tensor:
+    """Of the model that all sites begin with."""
+    return torch.cat([p.detach().flatten() for p in model().parameters()])
+
+
+LAYOUT = [(name, list(parameter.shape)) for name, parameter in model().named_parameters()]
+
+
+def first_model(vector: Tensor, start: int = 0) -> ModelPart:
+    """A model in one part."""
+    piece = Segment(start, Fp32().encode(vector, {}, 0)[0])
+    return ModelPart(version=0, vector="weights", segments=(piece,), last=True)
+
+
+def holding(site: str, **changes: Any) -> Holding:
+    """A rank that holds everything."""
+    whole = Holding(site=site, rank=0, ranks=1, epoch=0, held=Intervals.whole(NUMEL))
+    return dataclasses.replace(whole, **changes)
+
+
+def part_of(push: Push, **changes: Any) -> PushPart:
+    """The values of a push in one part."""
+    whole = PushPart(site=push.site, round=push.round, rank=0, segments=push.segments, last=True)
+    return dataclasses.replace(whole, **changes)
+
+
 class Hand:
     """A site whose messages are made by hand."""
 
     def __init__(self, hub: Hub, name: str, credentials: Path) -> None:
         self.name = name
         own = Credentials.load(credentials, site=name).for_client()
-        self.client = GrpcClient(hub.address, site=name, incarnation=f"{name} 1", credentials=own, streams=2)
-        self.round = 0
+        channels = GrpcChannels(hub.address, credentials=own, options=channel_options(streams=2))
+        self.client = GrpcClient(channels, site=name, incarnation=f"{name} 1")
+        self.round = self.version = 0
 
     def enter(self, optimizer: torch.optim.Optimizer | None = None) -> Hand:
         """In, and welcomed; with the same model as others have."""
         told = None if optimizer is None else OptimizerSpec.of(optimizer, optimizer.param_groups[0]["params"]).dump()
-        layout = [(n, list(p.shape)) for n, p in model().named_parameters()]
-        weights = torch.cat([p.detach().flatten() for p in model().parameters()])
-        digest = GlobalModel(None, weights, optimizer=None, rate=lambda step: 0.0).digest()  # type: ignore[arg-type]
-        asked = self.client.enter(AdmissionRequest(self.name, layout, digest, -1, optimizer=told).pack(), PATIENCE_S)
+        request = AdmissionRequest(self.name, LAYOUT, -1, optimizer=told)
+        asked = self.client.enter(request.pack(), PATIENCE_S)
         self.client.start()
         if json.loads(asked)["init_model"]:
-            self.send(InitModel(site=self.name, snapshot={"weights": weights}))
-        self.send(Join(site=self.name, version=0))
+            self.send(first_model(weights()))
+        self.send(holding(self.name))
+        self.send(Join(site=self.name, version=0, digest=digest_of(weights(), Intervals.whole(NUMEL))))
         reply = self.receive()
         assert isinstance(reply, JoinReply)
         self.version, self.round = reply.version, reply.pushed
         return self
 
-    def send(self, message: Message | bytes) -> None:
-        self.client.send(message if isinstance(message, bytes) else pack(message))
+    def send(self, message: Message | bytes, *, control: bool | None = None) -> None:
+        """On its own lane, or on the other one."""
+        data = message if isinstance(message, bytes) else pack(message)
+        own = not isinstance(message, bytes | PushPart | Holding | ModelPart)
+        self.client.send(data, control=own if control is None else control)
 
-    def push(self, update: Tensor | None, **changes: Any) -> Push:
-        """The next one."""
+    def push(self, update: Tensor | None = None, **changes: Any) -> Push:
+        """The next one; its values follow as a part."""
         parts = () if update is None else (Segment(0, Fp32().encode(update, {}, 0)[0]),)
         self.round += 1
         push = Push(
@@ -156,11 +201,18 @@ class Hand:
         )
         return dataclasses.replace(push, **changes)
 
+    def send_push(self, push: Push) -> None:
+        """The control message, and the values on the bulk lane."""
+        self.send(dataclasses.replace(push, segments=()))
+        self.send(part_of(push))
+
     def receive(self) -> Message:
         until = time.monotonic() + PATIENCE_S
         while (data := self.client.receive(0.5)) is None:
             assert time.monotonic() < until, "waited too long"
         message = unpack(data)
+        if isinstance(message, ResultPart | ModelPart):
+            return self.receive()
         if isinstance(message, RoundResult):
             self.version = message.version
         return message
@@ -205,7 +257,7 @@ def test_without_a_certificate(made: Path) -> None:
     with Hub(rules(), certs=made) as hub:
         refused_with("demands a certificate and we have none", hub.address, "east", None)
         with entered(hub.address, "east", made):
-            assert "east" in hub.transport.sessions(), "the server goes on"
+            assert Peer("east", 0) in hub.transport.sessions(), "the server goes on"
 
 
 def test_with_certificates_of_another_ca(made: Path, tmp_path: Path) -> None:
@@ -246,8 +298,8 @@ own = Credentials.load(Path(sys.argv[1]), server=True).for_server()
 class Open:
     def check_peer(self, entry): pass
     def enter(self, entry): return b""
-    def on_message(self, site, data): pass
-    def on_lost(self, site, left): pass
+    def on_message(self, peer, data): pass
+    def on_lost(self, peer, left): pass
     def on_refused(self, reason): pass
 server = GrpcServer(sys.argv[2], credentials=own)
 server.start(Open())
@@ -270,7 +322,8 @@ def test_a_handshake_that_fails_is_on_the_servers_stderr_if_asked_for(own: Path,
     timeout = PATIENCE_S
     try:
         for credentials in (good.for_client(), nobody, *(one.for_client() for one in others)):
-            client = GrpcClient(address, site="east", incarnation=1, credentials=credentials)
+            channels = GrpcChannels(address, credentials=credentials, options=channel_options())
+            client = GrpcClient(channels, site="east", incarnation=1)
             with suppress(LinkError):
                 client.enter(b"", timeout)
             client.close(0.0)
@@ -309,7 +362,7 @@ def test_a_certificate_that_is_revoked_while_connected(own: Path, caplog: pytest
         assert hub.refused("revoked certificate") >= 1
         assert "west: session ended by the global server: the certificate of west" in caplog.text
         refused_with("is revoked", hub.address, "west", own)
-        assert "east" in hub.transport.sessions()
+        assert Peer("east", 0) in hub.transport.sessions()
         del east
 
 
@@ -353,7 +406,27 @@ def test_the_same_site_started_twice(made: Path, caplog: pytest.LogCaptureFixtur
             first()
         assert hub.refused("started twice") == 1
         assert "is the site started twice?" in caplog.text
-        assert list(hub.transport.sessions()) == ["east"]
+        assert list(hub.transport.sessions()) == [Peer("east", 0)]
+
+
+def test_ranks_that_rank_0_has_not_spoken_for(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(rules(), certs=made) as hub:
+        own = Credentials.load(made, site="east").for_client()
+        channels = GrpcChannels(hub.address, credentials=own, options=channel_options())
+        client = GrpcClient(channels, site="east", rank=1, incarnation=1)
+        request = RankRequest("east", 1).pack()
+        with pytest.raises(LinkError, match="rank 0 of east has not entered; east rank 1 is to try again"):
+            client.enter(request, 1.0)
+        with hand(hub, "east", made):  # a site of one rank
+            words = "east has 1 ranks, and east rank 1 wants to enter"
+            with pytest.raises(RefusedError, match=words):
+                client.enter(request, PATIENCE_S)
+            assert hub.refused("a rank too many") == 1
+            assert words in caplog.text
+            with pytest.raises(RefusedError, match="the request of a rank that is not JSON"):
+                client.enter(b"", PATIENCE_S)
+            assert list(hub.transport.sessions()) == [Peer("east", 0)]
+        client.close(0.0)
 
 
 # -- what they want -----------------------------------------------------------------------------
@@ -362,8 +435,8 @@ def test_the_same_site_started_twice(made: Path, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((4, 2), r"parameter 0 is 0\.weight \[2, 4\], the others have 0\.weight \[3, 4\]"),
-        ((4, 3, 3), r"it has parameter 2, 1\.weight \[3, 3\]"),
+        ((4, 2), r"0\.weight is \[2, 4\], the others have \[3, 4\]"),
+        ((4, 3, 3), r"it has a parameter 1\.weight \[3, 3\], which the others lack"),
     ],
 )
 def test_another_model(sizes: tuple[int, ...], words: str, made: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -414,12 +487,14 @@ def test_another_optimizer_where_gradients_are_shared(made: Path) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        b"", b"\xff\xfe", b"rubbish", b"[]", b"{}", b'{"protocol": 1}', b'{"protocol": 2}',
-        b'{"protocol": 2, "layout": 5}', b'{"protocol": 2, "layout": [["a", [-1]]], "site": "east"}',
-        b'{"protocol": 2, "layout": [["a", [-1]]], "site": "east", "digest": "", "version": 0}',
-        b'{"protocol": 2, "layout": [["a", [1]]], "site": "east", "digest": "", "version": 0, "strategy": 7}',
-        b'{"protocol": 2, "layout": [["a", [1]]], "site": "east", "digest": "", "version": "x"}',
-        b'{"protocol": 2, "layout": [], "site": "east", "digest": "", "version": 0, "more": 1}',
+        b"", b"\xff\xfe", b"rubbish", b"[]", b"{}", b'{"protocol": 1}', b'{"protocol": 3}',
+        b'{"protocol": 3, "layout": 5}', b'{"protocol": 3, "layout": [["a", [-1]]], "site": "east"}',
+        b'{"protocol": 3, "layout": [["a", [-1]]], "site": "east", "version": 0}',
+        b'{"protocol": 3, "layout": [["a", [1]]], "site": "east", "version": 0, "strategy": 7}',
+        b'{"protocol": 3, "layout": [["a", [1]]], "site": "east", "version": "x"}',
+        b'{"protocol": 3, "layout": [["a", [1]]], "site": "east", "version": 0, "workers": "two"}',
+        b'{"protocol": 3, "layout": [["a", [1]]], "site": "east", "version": 0, "workers": 0}',
+        b'{"protocol": 3, "layout": [], "site": "east", "version": 0, "more": 1}',
     ],
 )  # fmt: skip
 def test_a_request_that_is_none(request_: bytes, made: Path) -> None:
@@ -434,7 +509,7 @@ def test_a_request_that_is_none(request_: bytes, made: Path) -> None:
 def test_a_request_in_the_name_of_another_site(made: Path) -> None:
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
         with pytest.raises(RefusedError, match="the request is of 'west', the connection of 'east'"):
-            east.client.enter(AdmissionRequest("west", [("a", [1])], "", -1).pack(), PATIENCE_S)
+            east.client.enter(AdmissionRequest("west", [("a", [1])], -1).pack(), PATIENCE_S)
         assert hub.refused("another site's name") == 1
 
 
@@ -448,8 +523,16 @@ def healthy(hub: Hub, east: Hand) -> bool:
     return isinstance(east.receive(), JoinReply)
 
 
+def takes_part(west: Hand, east: Hand) -> bool:
+    """A round of both closes."""
+    for site in (west, east):
+        site.send_push(site.push(torch.ones(NUMEL)))
+    return isinstance(west.receive(), RoundResult) and isinstance(east.receive(), RoundResult)
+
+
 def test_a_message_too_large(made: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Hub(rules(), certs=made, max_message=2000) as hub, hand(hub, "east", made) as east:
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
+        hub.transport.limits = dataclasses.replace(hub.transport.limits, max_message=2000)
         with hand(hub, "west", made) as west:
             west.send(bytes(2001))
             assert "a message of 2001 bytes; the receiver takes at most 2000" in west.refused()
@@ -483,52 +566,58 @@ def test_an_update_that_is_not_finite(
 ) -> None:
     """It counts as nothing: the round closes, and the others' updates are in it."""
     with Hub(rules(), certs=made, **options) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
-        before = hub.core.global_model.vector.clone()
-        west.send(west.push(None, segments=(with_values(*values),)))
-        east.send(east.push(torch.ones(NUMEL)))
+        before = hub.global_model.vector.clone()
+        west.send_push(west.push(None, segments=(with_values(*values),)))
+        east.send_push(east.push(torch.ones(NUMEL)))
         for site in (east, west):
             result = site.receive()
             assert isinstance(result, RoundResult)
             assert result.included == {"east": 1, "west": 1}
-        torch.testing.assert_close(hub.core.global_model.vector, before + 0.5)
+        torch.testing.assert_close(hub.global_model.vector, before + 0.5)
         assert f"an update of west was refused: update of west at round 1 {why}" in caplog.text
         assert hub.counted("refused_updates_total", site="west") == 1
         assert b'weightgrad_refused_updates_total{site="west"} 1.0' in hub.server.metrics.text()
-        west.send(west.push(torch.ones(NUMEL)))
-        east.send(east.push(torch.ones(NUMEL)))
-        east.receive()
-        torch.testing.assert_close(hub.core.global_model.vector, before + 1.5)
+        assert takes_part(west, east)
+        torch.testing.assert_close(hub.global_model.vector, before + 1.5)
 
 
 def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
         for scale in (1.0, 2.0, 1.0, 1.0, 1.5, 1000.0, 1.0):
-            west.send(west.push(torch.full((NUMEL,), scale)))
-            east.send(east.push(torch.zeros(NUMEL)))
+            west.send_push(west.push(torch.full((NUMEL,), scale)))
+            east.send_push(east.push(torch.zeros(NUMEL)))
             for site in (east, west):
                 assert isinstance(site.receive(), RoundResult)
         assert "an update of west was refused: update of west at round 6 has norm" in caplog.text
         assert "500 times the largest of its last 5" in caplog.text
         assert hub.counted("refused_updates_total", site="west") == 1
-        start = torch.cat([p.detach().flatten() for p in model().parameters()])
-        torch.testing.assert_close(hub.core.global_model.vector, start + (1 + 2 + 1 + 1 + 1.5 + 1) / 2)
+        torch.testing.assert_close(hub.global_model.vector, weights() + (1 + 2 + 1 + 1 + 1.5 + 1) / 2)
+
+
+def push_part(west: Hand, **changes: Any) -> PushPart:
+    return part_of(west.push(torch.ones(NUMEL)), **changes)
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda west: west.push(torch.ones(NUMEL), site="east"), "west sent a Push in the name of 'east'"),
+        (lambda west: west.push(site="east"), "west sent a Push in the name of 'east'"),
+        (lambda west: push_part(west, site="east"), "west sent a PushPart in the name of east"),
+        (lambda west: push_part(west, rank=1), "west sent a PushPart in the name of west rank 1"),
+        (lambda west: holding("east"), "west sent a Holding in the name of east"),
+        (
+            lambda west: holding("west", ranks=2),
+            "says that 2 ranks hold something of this process, another rank said 1",
+        ),
+        (
+            lambda west: holding("west", epoch=9, held=Intervals(((0, 9),))),
+            "no rank of west holds some of the elements that are served here",
+        ),
         (lambda west: Leave(site="east"), "west sent a Leave in the name of 'east'"),
-        (
-            lambda west: RoundResult(version=1, round=1, step=1, segments=()),
-            "west sent a RoundResult in the name of None",
-        ),
-        (lambda west: west.push(torch.ones(NUMEL + 1)), "max_elements is 15|both ends must train the same model"),
-        (
-            lambda west: west.push(None, segments=(Segment(9, Fp32().encode(torch.ones(9), {}, 0)[0]),)),
-            "from 9 up to 18",
-        ),
-        (lambda west: west.push(torch.ones(NUMEL), seen=7), "pushes on global model version 7, the server has 0"),
+        (lambda west: RoundResult(version=1, round=1, step=1), "west sent a RoundResult in the name of None"),
+        (lambda west: part_of(west.push(torch.ones(NUMEL + 1))), "max_elements is 15|both ends must train the same"),
+        (lambda west: part_of(west.push(None, segments=(outside(),))), "from 9 up to 18"),
+        (lambda west: west.push(seen=7), "pushes on global model version 7, the server has 0"),
         (lambda west: Join(site="west", version=9), "'west' has global model version 9, the server only 0"),
         (
             lambda west: pack(Join(site="west", version=-1, download_codec="bf16")).replace(b"bf16", b"zf16"),
@@ -536,9 +625,9 @@ def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.Log
         ),
         (lambda west: b"", "TruncatedError|header"),
         (lambda west: b"garbage" * 100, "MagicError|WGMS"),
-        (lambda west: pack(west.push(torch.ones(NUMEL)))[:-1], "99 bytes came; the frame has 100"),
-        (lambda west: pack(west.push(torch.ones(NUMEL))) + b"x", "wanted none"),
-        (lambda west: bytes(pack(west.push(torch.ones(NUMEL)))[:-1]) + b"\x00", "damaged|checksum"),
+        (lambda west: pack(push_part(west))[:-1], "99 bytes came; the frame has 100"),
+        (lambda west: pack(push_part(west)) + b"x", "wanted none"),
+        (lambda west: bytes(pack(push_part(west))[:-1]) + b"\x00", "damaged|checksum"),
     ],
 )
 def test_messages_that_no_honest_site_sends(
@@ -547,54 +636,119 @@ def test_messages_that_no_honest_site_sends(
     """The site is told, and may come back; the server and the others go on."""
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
         with hand(hub, "west", made) as west:
-            before = hub.core.global_model.digest()
-            west.send(make(west))
+            before = hub.global_model.digest()
+            message = make(west)
+            west.send(message, control=message[5:6] == b"\4" if isinstance(message, bytes) else None)
             assert west.refused()
-        assert hub.core.global_model.digest() == before
+        assert hub.global_model.digest() == before
         (line,) = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
         assert line.startswith("an update of west was refused: ")
         assert any(word in line for word in why.split("|")), line
         assert hub.counted("refused_updates_total", site="west") == 1
         assert healthy(hub, east)
         with hand(hub, "west", made) as west:
-            west.send(west.push(torch.ones(NUMEL)))
-            east.send(east.push(torch.ones(NUMEL)))
-            assert isinstance(west.receive(), RoundResult)
+            assert takes_part(west, east)
+
+
+@pytest.mark.parametrize("control", [True, False])
+def test_messages_on_the_wrong_lane(control: bool, made: Path) -> None:
+    """Bulk may not overtake what it waits behind, and control may not wait."""
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            west.send(push_part(west) if control else west.push(), control=control)
+            assert "west sent a message on the wrong lane" in west.refused()
+        assert healthy(hub, east)
+        with hand(hub, "west", made) as west:
+            assert takes_part(west, east)
+
+
+def test_a_push_whose_values_were_never_announced(made: Path) -> None:
+    """Parts alone make no push, and neither does a control message."""
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
+        push = west.push(torch.ones(NUMEL))
+        west.send(part_of(push))
+        east.send(east.push())
+        hub.until(lambda: ("west", 1) in hub.shard.pushes)
+        assert hub.version == 0
+        assert hub.server.status()["waiting_for"] == []
+        east.send(PushPart(site="east", round=1, rank=0, segments=(), last=True))
+        hub.until(lambda: hub.server.status()["waiting_for"] == ["west"])
+        west.send(dataclasses.replace(push, segments=()))
+        assert isinstance(west.receive(), RoundResult)
 
 
 def test_messages_before_there_is_a_global_model(made: Path) -> None:
-    layout = [(n, list(p.shape)) for n, p in model().named_parameters()]
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
         for message, why in (
             (Leave(site="east"), "east sent a Leave before there was a global model"),
-            (InitModel(site="east", snapshot={}), "east sent 0 weights, which are of another model"),
+            (part_of(east.push(torch.ones(NUMEL))), "east sent a PushPart before there was a global model"),
+            (first_model(torch.zeros(NUMEL + 1)), "max_elements is 15"),
+            (first_model(torch.zeros(1), start=NUMEL), "from 15 up to 16"),
             (
-                InitModel(site="east", snapshot={"weights": torch.zeros(NUMEL + 1)}),
-                "16 weights, which are of another model",
-            ),
-            (
-                InitModel(site="east", snapshot={"weights": torch.zeros(NUMEL)}),
-                "the weights that east sent are not those it announced",
+                dataclasses.replace(first_model(weights()), vector="exp_avg"),
+                "east sent the vector 'exp_avg' for the first global model",
             ),
         ):
-            east.client.enter(AdmissionRequest("east", layout, "digest", -1).pack(), PATIENCE_S)
+            east.client.enter(AdmissionRequest("east", LAYOUT, -1).pack(), PATIENCE_S)
             east.client.start()
             east.send(message)
             assert why in east.refused()
+        east.round = 0
         east.enter()
         with hand(hub, "west", made) as west:
-            west.send(InitModel(site="west", snapshot={"weights": torch.zeros(NUMEL)}))  # too late: nothing happens
-            west.send(west.push(torch.ones(NUMEL)))
-            east.send(east.push(torch.ones(NUMEL)))
-            assert isinstance(west.receive(), RoundResult)
+            west.send(first_model(torch.zeros(NUMEL)))  # too late: nothing happens
+            assert takes_part(west, east)
+            torch.testing.assert_close(hub.global_model.vector, weights() + 1.0)
+
+
+def test_a_first_global_model_is_complete_only_when_every_element_has_come(made: Path) -> None:
+    """A part that comes twice does not stand for another one."""
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
+        east.client.enter(AdmissionRequest("east", LAYOUT, -1).pack(), PATIENCE_S)
+        east.client.start()
+        half = dataclasses.replace(first_model(weights()[:8]), last=False)
+        for part in (half, half):
+            east.send(part)
+        east.send(holding("east"))
+        hub.until(lambda: Peer("east", 0) in hub.server.process._early)
+        assert hub.server.coordinator is None
+        east.send(first_model(weights()[8:], start=8))
+        hub.until(lambda: hub.server.coordinator is not None)
+        assert torch.equal(hub.global_model.vector, weights())
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (holding("west", held=Intervals(((0, 9),))), "no rank of west holds some of the elements"),
+        (Join(site="west", version=4), "'west' has global model version 4, the server only 0"),
+    ],
+)
+def test_what_a_site_said_before_there_was_a_global_model_is_held_against_that_site(
+    message: Message, why: str, made: Path
+) -> None:
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made, enter=False) as east:
+        east.client.enter(AdmissionRequest("east", LAYOUT, -1).pack(), PATIENCE_S)
+        east.client.start()
+        with hand(hub, "west", made, enter=False) as west:
+            west.client.enter(AdmissionRequest("west", LAYOUT, -1).pack(), PATIENCE_S)
+            west.client.start()
+            west.send(message)
+            hub.until(lambda: hub.server.process._early or hub.server._joins_before_model)
+            east.send(first_model(weights()))
+            assert why in west.refused()
+        east.send(holding("east"))
+        assert healthy(hub, east)
+        with hand(hub, "west", made) as west:
+            assert takes_part(west, east)
 
 
 def test_gradients_without_a_rate(made: Path) -> None:
     with Hub(rules("baseline"), certs=made) as hub, entered(hub.address, "east", made):
         with hand(hub, "west", made, optimizer=torch.optim.SGD(model().parameters(), lr=0.1)) as west:
-            west.send(west.push(torch.ones(NUMEL)))
+            west.send_push(west.push(torch.ones(NUMEL)))
             assert "west sent gradients without the learning rate to step with" in west.refused()
-        assert hub.core.global_model.version == 0
+        assert hub.version == 0
 
 
 # -- without certificates -----------------------------------------------------------------------

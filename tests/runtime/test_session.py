@@ -67,7 +67,7 @@ def test_a_with_block_leaves_at_its_end() -> None:
             assert site.error is None
             assert site.steps == STEPS
         hub.until(lambda: all(member.done and not member.live for member in hub.core.members.by_name.values()))
-        vector = hub.core.global_model.vector
+        vector = hub.global_model.vector
     for site in sites:
         assert torch.equal(torch.cat([p.detach().flatten() for p in site.model.parameters()]), vector)
 
@@ -111,9 +111,10 @@ def test_an_error_in_prepare_goes_through_the_block() -> None:
         join(address, site="east", insecure=True, timeout=0.1) as site,
     ):
         site.prepare(*small())
-    assert site._connection is not None
+    assert site._entry is not None
+    assert site._entry._coordinator_client is not None
     with pytest.raises(LinkError, match="closed"):
-        site._connection._client.enter(b"", 1.0)
+        site._entry._coordinator_client.enter(b"", 1.0)
 
 
 def test_leave_after_a_prepare_that_failed_is_allowed() -> None:

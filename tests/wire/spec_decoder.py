@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -38,8 +39,30 @@ def require(good: bool, kind: str, why: str = "") -> None:
 # The frame.
 
 
+class Frame(NamedTuple):
+    """A frame that has passed every check of the frame; whether its body is good, the decoder finds out."""
+
+    shape: Shape
+    codec: int
+    dtype: int
+    params: bytes
+    body: bytes
+    size: int  # of the whole frame
+
+    def values(self) -> Values:
+        """The elements, in row-major order."""
+        with np.errstate(all="ignore"):
+            return [DTYPES[self.dtype](value) for value in FORMATS[self.codec](self.params, self.body, self.shape)]
+
+
 def decode_frame(data: bytes, *, max_elements: int = 2**32, max_body_bytes: int = 2**32) -> tuple[Shape, Values]:
     """The shape and the elements, in row-major order, of exactly one frame."""
+    frame = read_frame(data, max_elements=max_elements, max_body_bytes=max_body_bytes)
+    return frame.shape, frame.values()
+
+
+def read_frame(data: bytes, *, max_elements: int, max_body_bytes: int, alone: bool = True) -> Frame:
+    """The frame that starts `data`; nothing follows it if it is alone."""
     require(data[:4] == b"WGRD"[: len(data)], "MagicError")
     require(len(data) >= 24, "TruncatedError")
     version, codec, dtype, ndim, params_len, reserved2, reserved4, body_len = struct.unpack_from("<BBBBHHIQ", data, 4)
@@ -57,12 +80,10 @@ def decode_frame(data: bytes, *, max_elements: int = 2**32, max_body_bytes: int 
     shape: Shape = struct.unpack_from(f"<{ndim}Q", data, 24)
     require(math.prod(max(1, size) for size in shape) <= max_elements, "SizeLimitError", "elements")
     require(not any(data[params_at + params_len : body_at]), "ReservedError", "padding")
-    require(len(data) == end + 8, "TrailingBytesError")
+    require(len(data) == end + 8 or not alone, "TrailingBytesError")
     (checksum,) = struct.unpack_from("<Q", data, end)
     require(xxhash.xxh3_64_intdigest(data[:end]) == checksum, "ChecksumError")
-    with np.errstate(all="ignore"):
-        values = FORMATS[codec](data[params_at : params_at + params_len], data[body_at:end], shape)
-        return shape, [DTYPES[dtype](value) for value in values]
+    return Frame(shape, codec, dtype, data[params_at : params_at + params_len], data[body_at:end], end + 8)
 
 
 def to_bfloat16(value: np.float32) -> np.float32:

@@ -69,6 +69,8 @@ SPECS = [
     "topk(0.3) > codebook(bits=2)",
     "topk(0.3) > lossaware(bits=6)",
     "topk(0.5) > clip(2.0) > bf16",
+    "warmup(1, onebit)",
+    "ef(warmup(0, qsgd(bits=4)))",
 ]
 # Smaller than the rest, as each is decoded many times.
 FUZZED = [

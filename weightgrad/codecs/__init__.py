@@ -31,6 +31,7 @@ from weightgrad.codecs.sign import Sign, majority_vote
 from weightgrad.codecs.sparse import Threshold, TopK, pack_entries, unpack_entries
 from weightgrad.codecs.spec import available, explain, parse, signature, summary
 from weightgrad.codecs.terngrad import TernGrad
+from weightgrad.codecs.warmup import WarmUp
 
 __all__ = [
     "Adaptive",
@@ -56,6 +57,7 @@ __all__ = [
     "TernGrad",
     "Threshold",
     "TopK",
+    "WarmUp",
     "available",
     "benchmarks",
     "decode",

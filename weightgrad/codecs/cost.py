@@ -17,6 +17,7 @@ from weightgrad.codecs.codec import Benchmark, Codec
 from weightgrad.codecs.error_feedback import ErrorFeedback
 from weightgrad.codecs.registry import decode
 from weightgrad.codecs.spec import available
+from weightgrad.codecs.warmup import WarmUp
 
 _FEEDBACK_ENCODE = 0.65  # error feedback reads and writes the residual too
 _ELEMENTS = 1 << 20  # enough that the overhead of a call does not count
@@ -32,7 +33,7 @@ def encode_seconds(codec: Codec, numel: int, speed: float = 1.0) -> float:
     """Say how long a simulated machine takes to encode.
 
     Args:
-        codec: Any codec. A chain costs what its first codec costs.
+        codec: Any codec. A chain costs what its first codec costs, a warm-up what the codec inside costs.
         numel: Elements to encode.
         speed: Speed of the machine as a multiple of the recorded one.
 
@@ -40,14 +41,15 @@ def encode_seconds(codec: Codec, numel: int, speed: float = 1.0) -> float:
         Virtual seconds.
     """
     share = 1.0
-    while isinstance(codec, ErrorFeedback):
-        codec, share = codec.inner, _FEEDBACK_ENCODE
+    while isinstance(codec, (ErrorFeedback, WarmUp)):
+        share = _FEEDBACK_ENCODE if isinstance(codec, ErrorFeedback) else share
+        codec = codec.inner
     return 4 * numel / (codec.encode_gb_s * share * 1e9 * speed)
 
 
 def decode_seconds(codec: Codec, numel: int, speed: float = 1.0) -> float:
     """Say how long a simulated machine takes to decode; see `encode_seconds`."""
-    while isinstance(codec, ErrorFeedback):
+    while isinstance(codec, (ErrorFeedback, WarmUp)):
         codec = codec.inner
     return 4 * numel / (codec.decode_gb_s * 1e9 * speed)
 

@@ -14,7 +14,8 @@ and whole passes alternate between b and a until the scale moves by less than ha
 histogram variant did not win (docs/log.md). The scale is always the true weighted least squares
 one for the levels sent. One scale a tensor, or one a row.
 
-The curvature is an argument of `encode`; without it D = 1. Biased, and meant for weights.
+The curvature is an argument of `encode`; without it D = 1. With `fisher` it is squared: D = v, the
+diagonal of the empirical Fisher information, instead of its root. Biased, and meant for weights.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from weightgrad.errors import EncodeError, RangeError, SpecError
 from weightgrad.kernels import bits as bitstream
 from weightgrad.kernels import bucket, columns, fixed, select, ternary
 
+_LEAST = 2.0**-126  # of a curvature that can be divided by
 _SAMPLE = 1 << 14
 _ROUNDS = 10
 _TOLERANCE = 5e-3
@@ -99,11 +101,13 @@ class LossAware(Codec):
     bits: int | str = "ternary"
     exact: bool = False
     per: str = "tensor"
+    fisher: bool = False
 
     def __post_init__(self) -> None:
         choose("lossaware", "bits", self.bits, ("ternary", 1, 2, 3, 4, 5, 6, 7, 8))
         choose("lossaware", "exact", self.exact, (True, False))
         choose("lossaware", "per", self.per, ("tensor", "row"))
+        choose("lossaware", "fisher", self.fisher, (True, False))
         if self.exact and self.bits not in (1, "ternary"):
             raise SpecError("lossaware: exact=True is for ternary weights (binary ones are always exact)")
 
@@ -129,6 +133,9 @@ class LossAware(Codec):
         d = None if curvature is None else flat32(curvature)
         if d is not None and (curvature is None or curvature.shape != x.shape):
             raise EncodeError(f"curvature must be shaped like the weights {list(x.shape)}, got {list(d.shape)}")
+        if d is not None and self.fisher and d.numel():
+            _require_good(w, d)  # a square would hide a sign
+            d = (d / d.max().clamp(min=_LEAST)).square_()  # only ratios count, and none overflows
         rows = x.shape[0] if self.per == "row" and x.dim() >= 2 and x.numel() else 1
         group = max(1, w.numel() // rows)
         encode = self._rows if rows > 1 else self._tensor

@@ -1,117 +1,149 @@
-"""How the global server aggregates the sites' pushes into one vector that moves the global model.
+"""How the global server aggregates the sites' pushes into what moves the global model.
 
-Pushes stream where the mathematics allows: a push is decoded into one accumulator and forgotten, so memory does not
-grow with the number of sites. Median and trimmed mean must see all pushes at once.
+A round is aggregated piece by piece (`core/pieces.py`): the pushes of all sites are decoded for one piece, combined and
+forgotten before the next piece. So memory does not grow with the number of sites beyond their encoded pushes, also for
+median and trimmed mean, which must see all pushes at once. Pushes are added in the order of the sites' names, so the
+bits do not depend on the order of arrival.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from weightgrad.core.local_model import Scratch, scatter
 from weightgrad.core.parts import check, part
-from weightgrad.core.selectors import Interval
-from weightgrad.errors import StrategyError
+from weightgrad.core.segment_index import SegmentIndex
+from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.kernels import fixed
-from weightgrad.wire.messages import Segment
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.messages import RelayedPush, Segment
 
 
-class Accumulator:
-    """The weighted sum of one round's pushes.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Contribution:
+    """What one push contributes to a round."""
 
-    Memory, in vectors of the model's size: `total`; `counts` if asked for; with `keep_all` one for each push.
+    site: str
+    round: int
+    weight: float
+    segments: tuple[Segment, ...]
 
-    Args:
-        numel: the elements of the model.
-        reuse: a vector to sum in; fresh memory costs more time than the sum itself.
-        counts: whether to count the senders of each entry.
-        keep_all: whether to keep every push decoded.
-    """
-
-    def __init__(
-        self, numel: int, *, reuse: Tensor | None = None, counts: bool = False, keep_all: bool = False
-    ) -> None:
-        self.total = torch.zeros(numel) if reuse is None else reuse.zero_()
-        self.weight = 0.0  # of all senders, also those of empty pushes
-        self.senders: list[str] = []
-        self.touched: dict[int, tuple[int, ...]] = {}  # start -> shape of the intervals that were sent
-        self.counts = torch.zeros(numel) if counts else None
-        self.each: list[Tensor] | None = [] if keep_all else None
-
-    def add(self, sender: str, segments: tuple[Segment, ...], weight: float = 1.0) -> None:
-        """Decode one push and add it.
+    def add_to(self, total: Tensor, intervals: Intervals, scratch: Scratch) -> bool:
+        """Add the push, times its weight, to the values of some elements.
 
         Args:
-            sender: the site.
-            segments: what it pushed.
-            weight: its weight in the sum.
+            total: the values, changed in place.
+            intervals: which elements they are.
+            scratch: memory for one piece.
+
+        Returns:
+            Whether the push has anything there.
         """
-        self.weight += weight
-        self.senders.append(sender)
-        for segment in segments:
-            known = self.touched.get(segment.start, ())
-            if not known or math.prod(known) < segment.payload.numel:
-                self.touched[segment.start] = segment.payload.shape
-        if not segments and self.each is None:
-            return
-        if weight == 1.0 and self.counts is None and self.each is None:
-            for segment in segments:
-                segment.into(self.total, fixed.ADD)
-            return
-        decoded = torch.zeros_like(self.total)
-        for segment in segments:
-            segment.into(decoded, fixed.STORE)
-        if self.each is not None:
-            self.each.append(decoded)
-        if self.counts is not None:
-            self.counts += (decoded != 0) * weight
-        self.total.add_(decoded, alpha=weight)
+        here = self.within(intervals)
+        if self.weight == 1.0:
+            for segment in here:
+                segment.into(total, fixed.ADD, intervals)
+        elif here:
+            # A product and a sum: a fused multiply-add would round otherwise where vectors are cut otherwise.
+            total += self.decoded(intervals, scratch.of("decoded", intervals.numel)).mul_(self.weight)
+        return bool(here)
 
-    def intervals(self) -> list[Interval]:
-        """The intervals that were sent, in order. Where pushes overlap unevenly, their union is one flat interval."""
-        found: list[Interval] = []
-        for start in sorted(self.touched):
-            interval = Interval(start, self.touched[start])
-            if found and interval.start < found[-1].stop:
-                stop = max(interval.stop, found[-1].stop)
-                found[-1] = Interval(found[-1].start, (stop - found[-1].start,))
-            else:
-                found.append(interval)
-        return found
+    def decoded(self, intervals: Intervals, out: Tensor) -> Tensor:
+        """The push in the given elements; zero where it has nothing."""
+        out = out[: intervals.numel].zero_()
+        for segment in self.within(intervals):
+            segment.into(out, fixed.ADD, intervals)
+        return out
+
+    def within(self, intervals: Intervals) -> list[Segment]:
+        """The segments that have some of these elements."""
+        return self._index.within(intervals)
+
+    @cached_property
+    def _index(self) -> SegmentIndex:
+        return SegmentIndex(self.segments)
 
 
-State = dict[str, Tensor]
+def contributions(relayed: Sequence[RelayedPush]) -> list[Contribution]:
+    """The pushes of a round result that relays them.
+
+    Raises:
+        ProtocolError: a push is left out.
+    """
+    pushes = []
+    for push in relayed:
+        if push.segments is None:
+            raise ProtocolError(
+                f"a round result leaves out the push of {push.site!r} for round {push.round}, which is needed here"
+            )
+        pushes.append(Contribution(site=push.site, round=push.round, weight=push.weight, segments=push.segments))
+    return pushes
+
+
+def relayed_mean(pushes: Sequence[Contribution], intervals: Intervals, scratch: Scratch) -> Tensor | None:
+    """The mean of relayed pushes as the server computes it, in the same order: the same bits on every replica.
+
+    Args:
+        pushes: the `contributions` of a round result.
+        intervals: some elements.
+        scratch: memory for one piece.
+
+    Returns:
+        The values, in scratch memory; None if no push has anything there.
+    """
+    total_weight = sum(push.weight for push in pushes)
+    return Mean().combine(pushes, intervals, total_weight, Memory(Intervals(())), scratch)
+
+
+class Memory:
+    """What an aggregator remembers from round to round, in vectors of what is served, by name.
+
+    Args:
+        held: the elements.
+    """
+
+    def __init__(self, held: Intervals) -> None:
+        self._held = held
+        self.vectors: dict[str, Tensor] = {}
+
+    def read(self, name: str, intervals: Intervals, scratch: Scratch) -> Tensor:
+        """The values of some elements, zeros at first; to be changed and given to `write`."""
+        if name not in self.vectors:
+            self.vectors[name] = torch.zeros(self._held.numel)
+        return scratch.gather(f"memory {name}", self.vectors[name], self._held, intervals)
+
+    def write(self, name: str, intervals: Intervals, values: Tensor) -> None:
+        """Store what `read` gave and the caller has changed."""
+        scatter(self.vectors[name], self._held, intervals, values)
 
 
 class Aggregator(ABC):
-    """Turns the pushes of a round into the vector that moves the global model."""
+    """Turns the pushes of a round into what moves the global model."""
 
     word: ClassVar[str]
 
-    def open(self, numel: int, reuse: Tensor | None = None) -> Accumulator:
-        """The accumulator of a round without pushes.
-
-        Args:
-            numel: the elements of the model.
-            reuse: a vector to sum in, or None to allocate one.
-        """
-        return Accumulator(numel, reuse=reuse)
-
     @abstractmethod
-    def close(self, round_: Accumulator, state: State) -> Tensor:
-        """Aggregate a round.
+    def combine(
+        self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
+    ) -> Tensor | None:
+        """Aggregate one piece.
 
         Args:
-            round_: the accumulated pushes; their memory is reused.
-            state: the aggregator's own memory from round to round, changed in place.
+            pushes: all pushes of the round, in the order in which they are added.
+            intervals: the elements of the piece.
+            weight: the weight of all pushes together, also of empty ones.
+            memory: what is remembered from round to round.
+            scratch: memory for one piece at a time.
 
         Returns:
-            The vector that moves the global model.
+            What moves the global model, in scratch memory; None if no push has anything there.
         """
 
 
@@ -120,10 +152,12 @@ class Aggregator(ABC):
 class Mean(Aggregator):
     """Mean over all sites of the round; a site that sent nothing counts as zero."""
 
-    def close(self, round_: Accumulator, state: State) -> Tensor:
+    def combine(
+        self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
+    ) -> Tensor | None:
         """Divide the sum by the weights."""
-        del state
-        return round_.total.div_(round_.weight) if round_.weight > 0 else round_.total
+        total = Sum().combine(pushes, intervals, weight, memory, scratch)
+        return total if total is None or not weight > 0 else total.div_(weight)
 
 
 @part("aggregator", "sender_mean")
@@ -131,15 +165,18 @@ class Mean(Aggregator):
 class SenderMean(Aggregator):
     """For each entry, the mean over the sites that sent it (SparseLoCo)."""
 
-    def open(self, numel: int, reuse: Tensor | None = None) -> Accumulator:
-        """An accumulator that counts the senders of each entry."""
-        return Accumulator(numel, reuse=reuse, counts=True)
-
-    def close(self, round_: Accumulator, state: State) -> Tensor:
-        """Divide each entry of the sum by its count."""
-        del state
-        assert round_.counts is not None
-        return round_.total.div_(round_.counts.masked_fill_(round_.counts == 0, 1.0))
+    def combine(
+        self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
+    ) -> Tensor | None:
+        """Divide each entry of the sum by the weights of its senders."""
+        del weight, memory
+        total = scratch.of("total", intervals.numel).zero_()
+        counts = scratch.of("counts", intervals.numel).zero_()
+        for push in pushes:
+            decoded = push.decoded(intervals, scratch.of("decoded", intervals.numel))
+            counts += (decoded != 0) * push.weight
+            total += decoded.mul_(push.weight)
+        return total.div_(counts.masked_fill_(counts == 0, 1.0)) if _any(pushes, intervals) else None
 
 
 @part("aggregator", "sum")
@@ -147,10 +184,14 @@ class SenderMean(Aggregator):
 class Sum(Aggregator):
     """Sum: every site's update counts in full (Gaia)."""
 
-    def close(self, round_: Accumulator, state: State) -> Tensor:
-        """The sum as it is."""
-        del state
-        return round_.total
+    def combine(
+        self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
+    ) -> Tensor | None:
+        """Add up the pushes."""
+        del weight, memory
+        total = scratch.of("total", intervals.numel).zero_()
+        found = [push.add_to(total, intervals, scratch) for push in pushes]
+        return total if any(found) else None
 
 
 @part("aggregator", "trimmed_mean")
@@ -163,18 +204,16 @@ class TrimmedMean(Aggregator):
     def __post_init__(self) -> None:
         check("trimmed_mean", "trim", self.trim, 0, 10**6, whole=True)
 
-    def open(self, numel: int, reuse: Tensor | None = None) -> Accumulator:
-        """An accumulator that keeps every push."""
-        return Accumulator(numel, reuse=reuse, keep_all=True)
-
-    def close(self, round_: Accumulator, state: State) -> Tensor:
+    def combine(
+        self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
+    ) -> Tensor | None:
         """Sort each coordinate, cut both ends, and take the mean of the rest."""
-        del state
-        if not round_.each:
-            return round_.total
-        trim = min(self.trim, (len(round_.each) - 1) // 2)
-        ordered = torch.stack(round_.each).sort(0).values
-        return ordered[trim : len(round_.each) - trim].mean(0)
+        del weight, memory
+        if not _any(pushes, intervals):
+            return None
+        trim = min(self.trim, (len(pushes) - 1) // 2)
+        each = torch.stack([push.decoded(intervals, torch.empty(intervals.numel)) for push in pushes])
+        return each.sort(0).values[trim : len(pushes) - trim].mean(0)
 
 
 @part("aggregator", "median")
@@ -182,13 +221,11 @@ class TrimmedMean(Aggregator):
 class Median(Aggregator):
     """Median of each coordinate: a minority of faulty sites cannot move it far."""
 
-    def open(self, numel: int, reuse: Tensor | None = None) -> Accumulator:
-        """An accumulator that keeps every push."""
-        return Accumulator(numel, reuse=reuse, keep_all=True)
-
-    def close(self, round_: Accumulator, state: State) -> Tensor:
+    def combine(
+        self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
+    ) -> Tensor | None:
         """The mean of the middle one or two values of each coordinate."""
-        return TrimmedMean(trim=len(round_.senders)).close(round_, state)
+        return TrimmedMean(trim=len(pushes)).combine(pushes, intervals, weight, memory, scratch)
 
 
 @part("aggregator", "outer")
@@ -212,27 +249,32 @@ class Outer(Aggregator):
         if self.rule == "adam" and (self.momentum == 1 or self.beta2 == 1 or self.eps == 0):
             raise StrategyError("outer: adam would divide by zero; momentum and beta2 must be below 1, eps above 0")
 
-    def close(self, round_: Accumulator, state: State) -> Tensor:
-        """One step of the outer optimizer; its memory of intervals that were not sent stays as it is."""
-        mean = Mean().close(round_, {})
-        memory = self._memory(state, mean)
-        for interval in round_.intervals():
-            here = slice(interval.start, interval.stop)
-            self._step(mean[here], {name: tensor[here] for name, tensor in memory.items()})
+    def combine(
+        self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
+    ) -> Tensor | None:
+        """One step of the outer optimizer; its memory of elements that were not sent stays as it is."""
+        mean = Mean().combine(pushes, intervals, weight, memory, scratch)
+        if mean is None:
+            return None
+        names = {"sgd": (), "nesterov": ("velocity",), "adam": ("first", "second", "count")}[self.rule]
+        own = {name: memory.read(name, intervals, scratch) for name in names}
+        self._step(mean, own)
+        for name, values in own.items():
+            memory.write(name, intervals, values)
         return mean
 
-    def _memory(self, state: State, like: Tensor) -> State:
-        names = {"sgd": (), "nesterov": ("velocity",), "adam": ("first", "second", "count")}[self.rule]
-        return {name: state.setdefault(name, torch.zeros_like(like)) for name in names}
-
-    def _step(self, mean: Tensor, memory: State) -> None:
+    def _step(self, mean: Tensor, memory: dict[str, Tensor]) -> None:
         if self.rule == "nesterov":
             velocity = memory["velocity"].mul_(self.momentum).add_(mean)
-            mean.add_(velocity, alpha=self.momentum)
+            mean += velocity * self.momentum
         elif self.rule == "adam":
-            first = memory["first"].mul_(self.momentum).add_(mean, alpha=1 - self.momentum)
-            second = memory["second"].mul_(self.beta2).addcmul_(mean, mean, value=1 - self.beta2)
+            first = memory["first"].mul_(self.momentum).add_(mean * (1 - self.momentum))
+            second = memory["second"].mul_(self.beta2).add_((mean * mean).mul_(1 - self.beta2))
             count = memory["count"].add_(1)
             scale = (second / (1 - self.beta2**count)).sqrt_().add_(self.eps)
             mean.copy_(first / (1 - self.momentum**count) / scale)
         mean.mul_(self.lr)
+
+
+def _any(pushes: Sequence[Contribution], intervals: Intervals) -> bool:
+    return any(push.within(intervals) for push in pushes)

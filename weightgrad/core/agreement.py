@@ -46,7 +46,7 @@ class Agreement:
         for segment in segments if self._sites <= _MAX_SITES else ():
             if segment.payload.codec == "sparse":
                 entries, decoded = unpack_entries(segment.payload)
-                indices, values = entries.cpu().numpy() + segment.start, decoded.cpu().numpy()
+                indices, values = _places(entries.cpu().numpy(), segment), decoded.cpu().numpy()
                 kept = (values != 0) & self._is_sampled(indices)
                 self._indices.append(indices[kept])
                 self._signs.append(np.signbit(values[kept]))
@@ -71,3 +71,14 @@ class Agreement:
             common += int(np.count_nonzero(both))
             same += int(np.count_nonzero(both & (signs[apart:] == signs[:-apart])))
         return Signs(common, same)
+
+
+def _places(entries: npt.NDArray[np.int64], segment: Segment) -> npt.NDArray[np.int64]:
+    """Where the entries of a segment lie in the index space."""
+    if not segment.spans:
+        return entries + segment.start
+    starts, stops = (np.array(one, dtype=np.int64) for one in zip(*segment.spans, strict=True))
+    offsets = np.concatenate(([0], np.cumsum(stops - starts)[:-1]))
+    span = np.searchsorted(offsets, entries, side="right") - 1
+    found: npt.NDArray[np.int64] = starts[span] + entries - offsets[span]
+    return found

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from weightgrad.codecs import Fp32
 from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.local_model import gather
 from weightgrad.kernels import fixed
-from weightgrad.wire.messages import Push, Segment
+from weightgrad.wire.messages import Segment
 
 
 class DelayCompensation:
@@ -49,21 +50,29 @@ class DelayCompensation:
         """Forget all past models."""
         self._past_models = {}
 
-    def compensate(self, push: Push) -> tuple[Segment, ...]:
+    def compensate(self, segments: tuple[Segment, ...], seen: int) -> tuple[Segment, ...]:
         """The segments of a push, corrected.
 
         Args:
-            push: a push that was computed on version `push.seen`, or on one older than the oldest kept.
+            segments: what was pushed.
+            seen: the version that the push was computed on; for one older than the oldest kept, that one is taken.
 
         Returns:
-            One exact segment of the whole vector, or the push's own segments if there is nothing to correct.
+            Exact segments of the same elements, or the segments as they are if there is nothing to correct.
         """
-        if self._strength == 0 or not push.segments:
-            return push.segments
-        strength = self._strength if self._global_model.takes_gradients else -self._strength
-        seen = self._past_models[max(push.seen, min(self._past_models))]
-        update = torch.zeros_like(self._global_model.vector)
-        for segment in push.segments:
-            segment.into(update, fixed.STORE)
-        update += strength * update * update * (self._global_model.vector - seen)
-        return (Segment(start=0, payload=Fp32().encode(update, {}, 0)[0]),)
+        if self._strength == 0 or not segments:
+            return segments
+        model = self._global_model
+        strength = self._strength if model.takes_gradients else -self._strength
+        then = self._past_models[max(seen, min(self._past_models))]
+        found = []
+        for segment in segments:
+            own = segment.intervals & model.held
+            update = torch.zeros(own.numel)
+            segment.into(update, fixed.STORE, own)
+            moved = gather(model.vector, model.held, own, torch.empty(own.numel)) - gather(
+                then, model.held, own, torch.empty(own.numel)
+            )
+            update += (update * update).mul_(moved).mul_(strength)
+            found.append(Segment.at(own, Fp32().encode(update, {}, 0)[0]))
+        return tuple(found)

@@ -7,20 +7,24 @@ sites is Adam on the large batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-from weightgrad.core import optimizers
-from weightgrad.core.aggregators import Accumulator, Mean
+from weightgrad.codecs import Fp32
+from weightgrad.core import optimizers, pieces
+from weightgrad.core.aggregators import contributions, relayed_mean
 from weightgrad.core.layout import Layout
+from weightgrad.core.local_model import Scratch
 from weightgrad.core.optimizer_spec import OptimizerSpec, make
+from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
-from weightgrad.wire.messages import RelayedPush, RoundResult
+from weightgrad.kernels.digest import digest
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.messages import RoundResult, Segment
 
 Rate = Callable[[int], float]
 """The learning rate of a step."""
@@ -28,101 +32,276 @@ Rate = Callable[[int], float]
 Source = tuple[str, Mapping[str, Any]] | OptimizerSpec
 """An optimizer as a name with options, or as the description of a user's own."""
 
+WEIGHTS = "weights"
+
 
 class GlobalModel:
-    """A replica of the global model at some version.
+    """A replica of the global model, or of the part of it that one process holds, at some version.
 
-    Memory, in vectors of the model's size: `vector`; with an optimizer also a gradient and the optimizer's state; where
-    pushes are relayed, one for their sum.
+    Memory, in vectors of what is held: `vector`; with an optimizer also a gradient and the optimizer's state.
 
     Args:
-        layout: where the tensors lie in the flat vector.
-        weights: the first weights, which are copied.
+        layout: where the tensors lie in the index space.
+        weights: the first weights of the held elements, which are copied.
         optimizer: the optimizer to step with where results are gradients; None where they are updates.
         rate: the learning rate by step, for results without one.
+        held: the elements of the replica; None: all.
+        gradient: memory for the gradient of a result, which replicas in one process may share, because it is filled
+            and used within a step; None: the replica's own.
     """
 
-    def __init__(self, layout: Layout, weights: Tensor, *, optimizer: Source | None, rate: Rate) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        weights: Tensor,
+        *,
+        optimizer: Source | None,
+        rate: Rate,
+        held: Intervals | None = None,
+        gradient: Tensor | None = None,
+    ) -> None:
         self.layout = layout
+        self.held = Intervals.whole(layout.numel) if held is None else held
         self.vector = weights.detach().clone()
         self.version = 0
         self.step = 0
         self._rate = rate
+        self._scratch = Scratch()
         self._optimizer: torch.optim.Optimizer | None = None
-        self._relayed_sum: Tensor | None = None  # reused from round to round
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # float32 in the vector; of another type
         if optimizer is not None:
-            parameters = optimizers.parameters_of(layout, self.vector)
-            self._gradient = torch.zeros_like(self.vector)
-            optimizers.attach(parameters, layout, self._gradient)
-            self._optimizer = make(optimizer, parameters)
-
-    @property
-    def takes_gradients(self) -> bool:
+            self._parameters = optimizers.parameters_of(layout, self.vector, self.held)
+            self._gradient = torch.zeros_like(self.vector) if gradient is None else gradient
+            optimizers.attach(self._parameters, layout, self._gradient, self.held)
+            self._rounded = self._round(optimizer.dtypes if isinstance(optimizer, OptimizerSpec) else {})
+            if self._parameters:  # torch has no optimizer of nothing
+                self._optimizer = make(optimizer, self._parameters)
+        self.takes_gradients = optimizer is not None
         """Whether results are gradients; otherwise they are updates."""
-        return self._optimizer is not None
+        self.before_move: Callable[[], None] | None = None
+        """Called before the replica is written to, by whoever lets others read its memory."""
 
-    def apply(self, result: RoundResult, mean: Tensor | None = None) -> None:
+    def _round(self, dtypes: Mapping[int, str]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Replace parameters of other types than float32, which sites step with in their own precision."""
+        found = []
+        for index, name in dtypes.items():
+            if index in self._parameters:
+                exact = self._parameters[index]
+                self._parameters[index] = nn.Parameter(exact.detach().to(getattr(torch, name)))
+                found.append((exact, self._parameters[index]))
+        return found
+
+    # -- rounds --------------------------------------------------------------------------------
+
+    def apply(self, result: RoundResult) -> None:
         """Move by the next round result.
 
         Args:
             result: the result of version `version + 1`.
-            mean: the weighted mean of its relayed pushes, if the caller has computed it already.
 
         Raises:
             ProtocolError: the result is of another version, or leaves out a push.
+        """
+        self.advance(result)
+        if not self.takes_gradients:
+            self.add(result.segments)
+            relayed = contributions(result.relayed)
+            for piece in pieces.cut(self.held, self.layout, per_tensor=False) if relayed else ():
+                mean = relayed_mean(relayed, piece.intervals, self._scratch)
+                if mean is not None:
+                    self.add_values(piece.intervals, mean)
+        elif self.is_step(result):
+            self.step_with(result)
+
+    def advance(self, result: RoundResult) -> None:
+        """Count a result without moving.
+
+        Raises:
+            ProtocolError: the result is of another version.
         """
         if result.version != self.version + 1:
             raise ProtocolError(
                 f"the global model is at version {self.version} and cannot apply the result of version {result.version}"
             )
+        if self.before_move is not None:
+            self.before_move()
         self.version, self.step = result.version, result.step
+
+    def add(self, segments: Sequence[Segment]) -> None:
+        """Add what segments decode to."""
+        for segment in segments:
+            segment.into(self.vector, fixed.ADD, self.held)
+
+    def add_values(self, intervals: Intervals, values: Tensor) -> None:
+        """Add values to some elements."""
+        for run in self.held.runs(intervals):
+            self.vector[run.mine : run.mine + run.count] += values[run.theirs : run.theirs + run.count]
+
+    @staticmethod
+    def is_step(result: RoundResult) -> bool:
+        """Whether the optimizer takes a step with a result; after a round in which nothing was pushed it does not.
+
+        All parts of a model must step together, also those for which the result has no values: momentum and weight
+        decay move them too. They know it from the learning rate, which comes with every result that has values
+        anywhere. Without one, a single process holds everything, and sees whether there are any.
+        """
+        return bool(result.segments) or result.rate is not None
+
+    def step_with(self, result: RoundResult) -> None:
+        """Take the optimizer step with the gradient of a result."""
         if self._optimizer is None:
-            for segment in result.segments:
-                segment.into(self.vector, fixed.ADD)
-            if result.relayed:
-                self.vector += self._mean(result.relayed) if mean is None else mean
-        elif result.segments:
-            self._gradient.zero_()
-            for segment in result.segments:
-                segment.into(self._gradient, fixed.STORE)
-            rate = self._rate(result.step - 1) if result.rate is None else result.rate
-            optimizers.set_rate(self._optimizer, rate)
-            self._optimizer.step()
+            return
+        self._gradient.zero_()
+        for segment in result.segments:
+            segment.into(self._gradient, fixed.STORE, self.held)
+        rate = self._rate(result.step - 1) if result.rate is None else result.rate
+        optimizers.set_rate(self._optimizer, rate)
+        for exact, rounded in self._rounded:
+            assert exact.grad is not None
+            rounded.data.copy_(exact.data)  # the vector may have been replaced since
+            rounded.grad = exact.grad.to(rounded.dtype)
+        self._optimizer.step()
+        for exact, rounded in self._rounded:
+            exact.data.copy_(rounded.data)
 
-    def _mean(self, relayed: Sequence[RelayedPush]) -> Tensor:
-        """The mean as the server computes it, in the same order: the same bits on every site."""
-        pushes = Accumulator(self.layout.numel, reuse=self._relayed_sum)
-        for push in relayed:
-            if push.segments is None:
-                raise ProtocolError(
-                    f"a round result leaves out the push of {push.site!r} for round {push.round}, which is needed here"
-                )
-            pushes.add(push.site, push.segments, push.weight)
-        self._relayed_sum = pushes.total
-        return Mean().close(pushes, {})
+    def weights(self, intervals: Intervals) -> Tensor:
+        """Some weights; not to be written to."""
+        return self._scratch.gather("weights", self.vector, self.held, intervals)
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the weights and the optimizer's state, for downloads and checkpoints."""
-        found = {"weights": self.vector.clone()}
+    # -- whole models: downloads and checkpoints -----------------------------------------------
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Every vector of the replica by name, stored as `held` says: the weights, and those of the optimizer.
+
+        The weights are the replica's own; the others are copies.
+        """
+        found = {WEIGHTS: self.vector}
         if self._optimizer is not None:
-            own = optimizers.state_tensors(self._optimizer)
-            found |= {f"optimizer.{name}": tensor.clone() for name, tensor in own.items()}
+            found |= optimizers.state_vectors(self._optimizer, self._parameters, self.layout, self.held)
         return found
 
-    def restore(self, snapshot: Mapping[str, Tensor], version: int, step: int) -> None:
+    def scalars(self) -> dict[str, Tensor]:
+        """What the optimizer keeps beside vectors, such as its count of steps."""
+        return {} if self._optimizer is None else optimizers.state_scalars(self._optimizer, self._parameters)
+
+    def replace(self, vectors: Mapping[str, Tensor], scalars: Mapping[str, Tensor], version: int, step: int) -> None:
         """Become another replica.
 
         Args:
-            snapshot: what `snapshot` of that replica returned.
+            vectors: what `vectors` of that replica returned.
+            scalars: what `scalars` of that replica returned.
             version: its version.
             step: its step.
         """
-        self.vector.copy_(snapshot["weights"])
+        if self.before_move is not None:
+            self.before_move()
+        self.vector.copy_(vectors[WEIGHTS])
         self.version, self.step = version, step
         if self._optimizer is not None:
-            own = {k.removeprefix("optimizer."): v for k, v in snapshot.items() if k.startswith("optimizer.")}
-            optimizers.load_state_tensors(self._optimizer, own)
+            own = {name: vector for name, vector in vectors.items() if name != WEIGHTS}
+            optimizers.load_state(self._optimizer, self._parameters, self.layout, self.held, own, scalars)
+
+    def state(self) -> dict[str, Tensor]:
+        """The vectors and scalars for a checkpoint; the weights are not copied."""
+        return {**with_prefix("vector.", self.vectors()), **with_prefix("scalar.", self.scalars())}
+
+    def load_state(self, state: Mapping[str, Tensor], version: int, step: int) -> None:
+        """Restore what `state` returned."""
+        self.replace(without_prefix("vector.", state), without_prefix("scalar.", state), version, step)
 
     def digest(self) -> str:
-        """A hash of the vector's bytes, equal on every site at the same version."""
-        return xxhash.xxh3_64_hexdigest(self.vector.cpu().numpy().data)
+        """A hash of the elements, equal on every site at the same version; those of parts add up to that of all."""
+        return f"{self.digest_value():016x}"
+
+    def digest_value(self) -> int:
+        """The digest as a number."""
+        return digest_of(self.vector, self.held)
+
+
+def check_complete(held: Intervals, missing: Intervals | None) -> None:
+    """Check that all weights of a download have come.
+
+    Args:
+        held: the elements that are to come.
+        missing: those that have not come; None: no download has begun.
+
+    Raises:
+        ProtocolError: some are missing.
+    """
+    came = 0 if missing is None else held.numel - missing.numel
+    if came < held.numel:
+        raise ProtocolError(
+            f"a download with {came} of the {held.numel} weights that are held here; both ends must train the same "
+            "model"
+        )
+
+
+def digest_of(vector: Tensor, held: Intervals) -> int:
+    """The digest of elements that a holder stores in a vector."""
+    total = 0
+    for run in held.runs(Intervals.whole(held.end)):
+        total += digest(vector[run.mine : run.mine + run.count], run.theirs)
+    return total % 2**64
+
+
+class Replica:
+    """A `GlobalModel` as the replica of a `GradientShard`.
+
+    Args:
+        model: takes the steps.
+    """
+
+    def __init__(self, model: GlobalModel) -> None:
+        self._model = model
+        self._incoming: dict[str, Tensor] = {}
+        self._missing = model.held
+
+    def step(self, result: RoundResult) -> None:
+        """Take the step."""
+        self._model.apply(result)
+
+    def weights(self, intervals: Intervals) -> Tensor:
+        """Some weights."""
+        return self._model.weights(intervals)
+
+    def load(self, name: str, segment: Segment) -> None:
+        """Store a part of a vector."""
+        if name not in self._incoming:
+            self._incoming[name] = torch.zeros_like(self._model.vector)
+        segment.into(self._incoming[name], fixed.STORE, self._model.held)
+        if name == WEIGHTS:
+            self._missing = self._missing - segment.intervals
+
+    def end_load(self, scalars: Mapping[str, Tensor], version: int, step: int) -> None:
+        """Become what was loaded.
+
+        Raises:
+            ProtocolError: a part of the weights has not come.
+        """
+        check_complete(self._model.held, self._missing)
+        incoming, self._incoming, self._missing = self._incoming, {}, self._model.held
+        self._model.replace(incoming, scalars, version, step)
+
+    def state(self) -> dict[str, Tensor]:
+        """The model's state, with its version and step."""
+        return {**self._model.state(), "clock": torch.tensor([self._model.version, self._model.step])}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        version, step = (int(number) for number in state["clock"])
+        self._model.load_state(state, version, step)
+
+
+def segments_of(vector: Tensor, held: Intervals, cut: Sequence[pieces.Piece]) -> Iterator[Segment]:
+    """A vector as exact segments, made when they are asked for.
+
+    Args:
+        vector: what is stored.
+        held: which elements the vector stores.
+        cut: the pieces that become segments.
+    """
+    scratch = Scratch()
+    for piece in cut:
+        values = scratch.gather("piece", vector, held, piece.intervals)
+        yield Segment.at(piece.intervals, Fp32().encode(values, {}, 0)[0])

@@ -15,11 +15,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from weightgrad.codecs.registry import decode_into
 from weightgrad.core.parts import check
-from weightgrad.errors import StrategyError, WeightGradError
-from weightgrad.kernels import fixed
-from weightgrad.kernels.moments import moments
+from weightgrad.core.server_shard import PushFacts
+from weightgrad.errors import StrategyError
 from weightgrad.wire.messages import Push
 
 FINAL = 10.0  # the last push may be so much larger: it holds what many rounds kept in the residual
@@ -29,7 +27,8 @@ LARGEST = 1e12  # far below where sums, squares and momentum in float32 overflow
 class Guard:
     """Checks the pushes of all sites.
 
-    Memory: one vector of the largest segment's size, and the norms of each site's last pushes.
+    Memory: the norms of each site's last pushes. The server processes have decoded the pushes and measured them
+    (`ServerShard.receive`).
 
     Args:
         factor: how many times larger than before a push may be.
@@ -49,28 +48,23 @@ class Guard:
         self._window = window
         self._warm = warm
         self._norms: dict[str, deque[float]] = {}
-        self._decoded = torch.empty(0)
 
-    def check(self, push: Push, numel: int) -> str | None:
+    def check(self, push: Push, facts: PushFacts) -> str | None:
         """Check one push, and remember its norm if it is good.
 
         Args:
-            push: the push.
-            numel: the elements of the global model.
+            push: the push; its values are not looked at.
+            facts: what the server processes found out about its values.
 
         Returns:
             Why the push is refused, or None.
         """
         who = f"update of {push.site} at round {push.round}"
-        misplaced = _misplaced_segment(push, numel)
-        if misplaced is not None:
-            return f"{who} {misplaced}"
-        try:
-            norm = self._norm(push)
-        except WeightGradError as error:
-            return f"{who} cannot be decoded: {error}"
-        if not math.isfinite(norm):
+        if facts.problem is not None:
+            return f"{who} {facts.problem}"
+        if not math.isfinite(facts.squares):
             return f"{who} is not finite"
+        norm = math.sqrt(facts.squares)
         if norm > LARGEST:
             return f"{who} has norm {norm:.3g}, more than any training makes ({LARGEST:g})"
         history = self._norms.get(push.site, ())
@@ -82,17 +76,6 @@ class Guard:
             self._norms.setdefault(push.site, deque(maxlen=self._window)).append(norm)
         return None
 
-    def _norm(self, push: Push) -> float:
-        """The Euclidean norm over all segments; not finite if an element is not."""
-        squares = 0.0
-        for segment in push.segments:
-            numel = segment.payload.numel
-            if self._decoded.numel() < numel:
-                self._decoded = torch.empty(numel)
-            decode_into(segment.payload, self._decoded[:numel], fixed.STORE)
-            squares += moments(self._decoded[:numel]).squares
-        return math.sqrt(squares)
-
     def state(self) -> dict[str, Tensor]:
         """The norms of each site's last pushes, oldest first, for a checkpoint."""
         return {site: torch.tensor(list(norms), dtype=torch.float64) for site, norms in self._norms.items()}
@@ -100,16 +83,3 @@ class Guard:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self._norms = {site: deque(norms.tolist(), maxlen=self._window) for site, norms in state.items()}
-
-
-def _misplaced_segment(push: Push, numel: int) -> str | None:
-    """What is wrong with the places of the segments: they must ascend, not overlap, and lie within the model."""
-    end = 0
-    for segment in push.segments:
-        stop = segment.start + segment.payload.numel
-        if segment.start < 0 or stop > numel:
-            return f"has a segment at {segment.start} to {stop}, the global model only {numel} elements"
-        if segment.start < end:
-            return f"has a segment at {segment.start}, where the one before it goes to {end}"
-        end = stop
-    return None

@@ -32,6 +32,10 @@ class Slot:
         """This tensor's elements, as a view of the flat vector in its own shape."""
         return flat[self.start : self.stop].view(self.shape)
 
+    def of_part(self, part: Tensor, start: int) -> Tensor:
+        """This tensor's elements in a stretch of the flat vector that begins at `start`, in its own shape."""
+        return part[self.start - start : self.stop - start].view(self.shape)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -52,6 +56,10 @@ class Layout:
     def of(module: nn.Module) -> Layout:
         """The layout of a module's parameters."""
         return Layout.of_shapes((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+    def of_slots(self, places: Iterable[int]) -> Layout:
+        """A layout of some of the tensors, one after the other."""
+        return Layout.of_shapes((self.slots[place].name, self.slots[place].shape) for place in places)
 
     @property
     def numel(self) -> int:

@@ -1,58 +1,48 @@
 """A round at the global server, from its first push until it closes.
 
-`ServerState._close_ready_rounds` decides when a round closes and `ServerState._close_round` closes it; `OpenRound` is
-what is known until then, `ClosedRound` what is reported afterwards, and `Outbox` what each call returns.
+`ServerCoordinator.next_order` decides when a round closes and `ServerShard.close` closes it; `OpenRound` is what is
+known until then, `ClosedRound` what is reported afterwards, and `Outbox` what each call returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightgrad.core.aggregators import Accumulator
-from weightgrad.core.agreement import Agreement, Signs
+from weightgrad.core.agreement import Signs
 from weightgrad.core.controller import Decision
-from weightgrad.wire.messages import Message, Push, RelayedPush, RoundResult, Segment
-
-Weigh = Callable[[Push], tuple[float, tuple[Segment, ...]]]
-"""The weight of a push, and its segments as they are to be added."""
+from weightgrad.wire.messages import Message, Push, RoundResult
 
 
 @dataclass(kw_only=True)
 class OpenRound:
-    """The pushes of one round, added up in the order of the sites' names.
-
-    Memory, in vectors of the model's size: those of the `Accumulator` (one sum; with some aggregators also counts, or
-    each push decoded). Pushes that came out of turn, and pushes to be relayed, are kept encoded.
-    """
+    """The pushes of one round. Memory: no vector; the values of the pushes are with the shards, encoded."""
 
     opened_at: float
-    accumulator: Accumulator
-    agreement: Agreement | None = None  # compares signs, where the controller asks
     step: int = 0  # the furthest step of a sender
-    rate: float | None = None  # the learning rate that came with the pushes, if any
     up_bytes: int = 0
     senders: set[str] = field(default_factory=set)
     late_senders: set[str] = field(default_factory=set)  # sent only what an earlier round closed without
     included: dict[str, int] = field(default_factory=dict)  # site -> the round of its newest push here
-    pushes: list[tuple[str, int]] = field(default_factory=list)  # (site, round) of every push here
+    pushes: list[Push] = field(default_factory=list)  # in the order of arrival, without their values
+    numel: dict[tuple[str, int], int] = field(default_factory=dict)  # (site, round) -> elements that the push covers
     arrivals: dict[str, tuple[float, int]] = field(default_factory=dict)  # site -> (time, bytes) of its newest push
-    relayed: list[RelayedPush] = field(default_factory=list)  # the added pushes, where they are relayed
-    rejoined: set[str] = field(default_factory=set)  # joined since the round opened: may have forgotten their pushes
+    rejoined: set[str] = field(default_factory=set)  # joined since they pushed: may have forgotten it
     overdue_reported: bool = False  # whether the sites that hold the others back have been reported
-    _out_of_turn: list[Push] = field(default_factory=list)
 
-    def receive(self, push: Push, now: float, *, nbytes: int, late: bool) -> None:
-        """Take in a push; `accumulate` adds it when its turn has come.
+    def receive(self, push: Push, now: float, *, nbytes: int, late: bool, numel: int) -> None:
+        """Take in a push.
 
         Args:
             push: the push.
             now: the time.
             nbytes: its size on the wire.
             late: whether it was made for a round that has closed without it.
+            numel: the elements that it covers; 0 if it is empty or was refused.
         """
-        self._out_of_turn.append(push)
+        self.pushes.append(replace(push, segments=()))
+        self.numel[push.site, push.round] = numel
         self.arrivals[push.site] = (now, nbytes)
         self.step = max(self.step, push.step)
         self.up_bytes += nbytes
@@ -60,33 +50,6 @@ class OpenRound:
         if late:
             self.late_senders.add(push.site)
         self.included[push.site] = push.round
-        self.pushes.append((push.site, push.round))
-
-    def accumulate(self, missing: Sequence[str], weigh: Weigh, *, relays: bool) -> None:
-        """Add the pushes that come before those of all missing sites, in the order of the sites' names.
-
-        The sum then has the same bits whatever the order of arrival, and only pushes that came out of turn wait.
-
-        Args:
-            missing: the sites whose push is still awaited.
-            weigh: gives the weight and the segments of a push.
-            relays: whether the pushes are kept, to be relayed in the result.
-        """
-        self._out_of_turn.sort(key=lambda push: push.site)
-        while self._out_of_turn and all(self._out_of_turn[0].site < name for name in missing):
-            push = self._out_of_turn.pop(0)
-            weight, segments = weigh(push)
-            self.accumulator.add(push.site, segments, weight)
-            if self.agreement is not None:
-                self.agreement.add(segments)
-            if relays:
-                self.relayed.append(RelayedPush(site=push.site, round=push.round, weight=weight, segments=segments))
-            self.rate = push.rate if push.rate is not None else self.rate
-
-    @property
-    def relays_all(self) -> bool:
-        """Whether every push has been kept for relaying; not if the number of sites changed meanwhile."""
-        return len(self.relayed) == len(self.pushes)
 
     def missing_from(self, awaited: Sequence[str]) -> list[str]:
         """Those of the awaited sites that have not pushed."""

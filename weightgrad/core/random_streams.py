@@ -23,7 +23,7 @@ class RunStream(IntEnum):
     GLOBAL_SERVER = 20
     """`derive(seed, GLOBAL_SERVER)`: the codec of round results, and parent of the streams of `ServerStream`."""
     EVALUATION = 30
-    """`derive(seed, EVALUATION, version)`: quantizing the global model to evaluate it, in the simulator."""
+    """`derive(seed, EVALUATION, version)`: quantizing the global model to evaluate it and to hand it over."""
     FAULT_SCHEDULE = 40
     """`derive(seed, FAULT_SCHEDULE)`: which faults happen when, in the chaos tests."""
     CONDITIONS = 41

@@ -2,134 +2,144 @@
 
 Invariant, tested for every strategy: what was sent + the residual = what was put in. What a lossy codec loses stays in
 the residual, unless the strategy says `keep_loss=False`: systems with unbiased codecs discard the codec's noise.
+
+A residual belongs to one holder of elements and is taken piece by piece (`core/pieces.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from weightgrad.codecs import Codec, ErrorFeedback, Fp32, State, pack_entries
-from weightgrad.core.layout import Layout
-from weightgrad.core.selectors import Entries, Interval, Selector, View
+from weightgrad.codecs import Codec, ErrorFeedback, Fp32, Payload, State, pack_entries
+from weightgrad.codecs.registry import decode_into
+from weightgrad.core.local_model import Scratch, scatter
+from weightgrad.core.pieces import Piece
+from weightgrad.core.selectors import Entries, Selector, View
 from weightgrad.kernels import fixed
 from weightgrad.kernels.noise import derive
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
+
+Look = Callable[[Piece, Tensor], View]
+"""What a selector may look at, from a piece and its residual."""
 
 
 class Residual:
-    """What one sender has not sent yet, and the states of its codec.
+    """What one holder has not sent yet, and the states of its codec.
 
-    Memory, in vectors of the model's size: `vector`, and what the codec keeps between rounds.
+    Memory, in vectors of what is held: `vector`, made when something first stays behind; and what the codec keeps
+    between rounds. A codec without loss leaves nothing behind.
 
     Args:
-        layout: where the tensors lie in the flat vector.
+        held: the elements.
         codec: the usual codec; its own error feedback is removed, because the residual is that.
         key: the key of the codec's random stream.
-        per_tensor: whether tensors are encoded one by one.
         keep_loss: whether what the codec loses stays in the residual.
+        scratch: memory for one piece at a time.
     """
 
-    def __init__(self, layout: Layout, codec: Codec, key: int, *, per_tensor: bool, keep_loss: bool) -> None:
-        self.layout = layout
-        self.vector = torch.zeros(layout.numel)
+    def __init__(self, held: Intervals, codec: Codec, key: int, *, keep_loss: bool, scratch: Scratch) -> None:
+        self.held = held
+        self.vector: Tensor | None = None
         self._codec = _without_error_feedback(codec)
         self._key = key
-        self._per_tensor = per_tensor
         self._keep_loss = keep_loss
-        self._states: dict[
-            int, tuple[tuple[int, ...], State]
-        ] = {}  # by start of an interval: its shape and the codec's state
+        self._scratch = scratch
+        self._states: dict[int, tuple[Piece, State]] = {}  # the codec's state of each piece, by its first element
 
-    def put(self, update: Tensor) -> None:
+    def whole(self) -> Tensor:
+        """The vector, made now if nothing has stayed behind yet."""
+        if self.vector is None:
+            self.vector = torch.zeros(self.held.numel)
+        return self.vector
+
+    def of(self, intervals: Intervals) -> Tensor | None:
+        """The residual of some held elements, as `gather` gives it; None if nothing has stayed behind yet."""
+        return None if self.vector is None else self._gather(intervals)
+
+    def _gather(self, intervals: Intervals) -> Tensor:
+        return self._scratch.gather("residual", self.whole(), self.held, intervals)
+
+    def put(self, piece: Piece, update: Tensor) -> None:
         """Add an update to the residual; nothing leaves."""
-        self.vector += update
+        own = self._gather(piece.intervals)
+        own += update
+        scatter(self.whole(), self.held, piece.intervals, own)
 
     def take(
-        self,
-        fresh: Tensor,
-        selector: Selector,
-        global_model: Tensor,
-        *,
-        step: int,
-        count: int,
-        fragment: int = 0,
-        step_update: Tensor | None = None,
-        threshold: float = 0.0,
-        codec: Codec | None = None,
-    ) -> tuple[Segment, ...]:
-        """Put a fresh update into the residual, and encode what the selector takes out.
+        self, piece: Piece, fresh: Tensor, selector: Selector, look: Look, *, count: int, codec: Codec | None = None
+    ) -> Segment | None:
+        """Put the fresh update of a piece into the residual, and encode what the selector takes out.
 
         Args:
-            fresh: the update made since the last call.
+            piece: the elements.
+            fresh: the update made since the last call; flat, and overwritten.
             selector: chooses what leaves.
-            global_model: the flat global model, for selectors that compare with it.
-            step: local steps done.
+            look: gives the selector what it may look at.
             count: a number that makes the key of the random stream unique, such as the round's.
-            fragment: which fragment of the model the round is about.
-            step_update: the update of the last step, for selectors that compare with it.
-            threshold: the significance threshold.
             codec: replaces the usual codec this once, without memory from round to round.
 
         Returns:
-            The encoded segments, in order.
+            The encoded segment, or None if nothing leaves.
+
+        Raises:
+            NonFiniteError: the update has a NaN or an Inf. Pieces before this one have been taken: go back to the last
+                checkpoint.
         """
-        if selector.needs_residual:
-            self.vector += fresh
-            fresh = torch.zeros(()).expand_as(fresh)
-        view = View(self.vector, global_model, step_update, self.layout, step, fragment, self._per_tensor, threshold)
-        chosen = selector.choose(view)
-        key = derive(self._key, count)
+        key = derive(derive(self._key, count), piece.start)
+        if not selector.needs_residual:
+            return Segment.at(piece.intervals, self._encode(piece, fresh, key, codec))
+        own = self._gather(piece.intervals)
+        own += fresh
+        chosen = selector.choose(look(piece, own))
+        found: Segment | None = None
         if isinstance(chosen, Entries):
-            return self._encode_entries(chosen.indices, key)
-        return self._encode_intervals(chosen, fresh, selector.needs_residual, key, codec)
+            found = self._encode_entries(piece, own, chosen.indices, key)
+        elif chosen:
+            scatter(self.whole(), self.held, piece.intervals, own)
+            return Segment.at(piece.intervals, self._encode(piece, None, key, codec))
+        scatter(self.whole(), self.held, piece.intervals, own)
+        return found
 
-    def _encode_intervals(
-        self, chosen: list[Interval], fresh: Tensor, added: bool, key: int, replacement: Codec | None
-    ) -> tuple[Segment, ...]:
-        """Encode intervals; `added` says whether the fresh update is in the residual already."""
-        segments, end = [], 0
-        for interval in chosen:
-            if not added:
-                self.vector[end : interval.start] += fresh[end : interval.start]
-            segments.append(self._encode(interval, fresh, added, key, replacement))
-            end = interval.stop
-        if not added:
-            self.vector[end:] += fresh[end:]
-        return tuple(segments)
-
-    def _encode(self, interval: Interval, fresh: Tensor, added: bool, key: int, replacement: Codec | None) -> Segment:
+    def _encode(self, piece: Piece, fresh: Tensor | None, key: int, replacement: Codec | None) -> Payload:
+        """Encode residual + fresh update; None says that the residual has it already."""
         codec = self._codec if replacement is None else _without_error_feedback(replacement)
-        residual = self.vector[interval.start : interval.stop]
-        x = residual.new_zeros(interval.shape) if added else fresh[interval.start : interval.stop].view(interval.shape)
-        shape, state = (None, {}) if replacement is not None else self._states.pop(interval.start, (None, {}))
-        if shape != interval.shape:
+        known, state = (None, {}) if replacement is not None else self._states.pop(piece.start, (None, {}))
+        x = torch.zeros(piece.numel) if fresh is None else fresh
+        x = x.view(piece.shape)
+        if known != piece:
             state = codec.init(x)
-        payload, state = codec.encode_feedback(x, residual, state, derive(key, interval.start))
-        if not self._keep_loss:
-            self._discard(residual)
+        if self.vector is None and (isinstance(codec, Fp32) or not self._keep_loss):
+            payload, state = codec.encode(x, state, key)  # nothing stays behind
+        else:
+            own = self._gather(piece.intervals)
+            payload, state = codec.encode_feedback(x, own, state, key)
+            if not self._keep_loss:
+                self._discard(own)
+            scatter(self.whole(), self.held, piece.intervals, own)
         if replacement is None:
-            self._states[interval.start] = (interval.shape, state)
-        return Segment(interval.start, payload)
+            self._states[piece.start] = (piece, state)
+        return payload
 
-    def _encode_entries(self, indices: Tensor, key: int) -> tuple[Segment, ...]:
+    def _encode_entries(self, piece: Piece, residual: Tensor, indices: Tensor, key: int) -> Segment | None:
         if not indices.numel():
-            return ()
-        values = self.vector[indices]
+            return None
         codec = self._codec
-        payload, _ = pack_entries(indices, values, self.vector, codec, key)
-        if isinstance(codec, Fp32) and payload.body.numel() >= 4 * self.vector.numel():
-            whole, _ = codec.encode(self.vector, {}, key)  # the whole vector is smaller than entries with their indices
-            self.vector.zero_()
-            return (Segment(0, whole),)
-        Segment(0, payload).into(self.vector, fixed.SUBTRACT)
+        payload, _ = pack_entries(indices, residual[indices], residual, codec, key)
+        if isinstance(codec, Fp32) and payload.body.numel() >= 4 * residual.numel():
+            payload, _ = codec.encode(residual, {}, key)  # the whole piece is smaller than entries with their indices
+            residual.zero_()
+            return Segment.at(piece.intervals, payload)
+        decode_into(payload, residual, fixed.SUBTRACT)
         if not self._keep_loss:
-            rest = self.vector[indices]
-            self.vector[indices] = 0
+            rest = residual[indices]
+            residual[indices] = 0
             self._discard(rest)
-        return (Segment(0, payload),)
+        return Segment.at(piece.intervals, payload)
 
     def _discard(self, noise: Tensor) -> None:
         """Discard what an unbiased codec rounded away, in systems that do not keep it."""
@@ -137,26 +147,43 @@ class Residual:
 
     def clear(self) -> None:
         """Discard the whole residual and the codec's states."""
-        self.vector.zero_()
+        self.vector = None
         self._states = {}
 
+    def any(self) -> bool:
+        """Whether anything has stayed behind."""
+        return self.vector is not None and bool(self.vector.any())
+
     def state(self) -> dict[str, Tensor]:
-        """Copies of the residual and the codec's states, as named tensors for a checkpoint."""
-        found = {"vector": self.vector.clone()}
-        for start, (shape, state) in self._states.items():
-            name_of_interval = f"codec.{start}.{'x'.join(map(str, shape))}"
-            found |= {f"{name_of_interval}.{name}": tensor.clone() for name, tensor in state.items()}
+        """The residual and the codec's states, as named tensors for a checkpoint; they are not copied."""
+        found = {} if self.vector is None else {"vector": self.vector}
+        for piece, state in self._states.values():
+            name_of_piece = f"codec.{piece.start}.{'x'.join(map(str, piece.shape))}"
+            found |= {f"{name_of_piece}.{name}": tensor for name, tensor in state.items()}
+            if state and len(piece.intervals.spans) > 1:
+                found[f"spans.{piece.start}"] = torch.tensor(piece.intervals.spans)
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned."""
-        self.vector.copy_(state["vector"])
+        """Restore what `state` returned; the codec's states of pieces that are not held here begin anew."""
+        self.vector = None
+        if "vector" in state:
+            self.whole().copy_(state["vector"])
         self._states = {}
         for name, tensor in state.items():
             if name.startswith("codec."):
                 _, start, sides, own = name.split(".", 3)
-                shape = tuple(int(side) for side in sides.split("x") if side)
-                self._states.setdefault(int(start), (shape, {}))[1][own] = tensor.clone()
+                piece = _piece(int(start), sides, state.get(f"spans.{start}"))
+                if self.held.contains(piece.intervals):
+                    self._states.setdefault(piece.start, (piece, {}))[1][own] = tensor.clone()
+
+
+def _piece(start: int, sides: str, spans: Tensor | None) -> Piece:
+    """A piece from its names in a checkpoint."""
+    shape = tuple(int(side) for side in sides.split("x") if side)
+    if spans is None:
+        return Piece(Intervals(((start, start + math.prod(shape)),)), shape)
+    return Piece(Intervals(tuple((int(first), int(last)) for first, last in spans)), shape)
 
 
 def _without_error_feedback(codec: Codec) -> Codec:

@@ -18,6 +18,11 @@ class ResultLog(Protocol):
         """
         ...
 
+    @property
+    def first(self) -> int:
+        """The oldest version whose result is remembered; larger than every version if there is none."""
+        ...
+
     def since(self, version: int, now: int) -> tuple[RoundResult, ...] | None:
         """The results that a site missed.
 
@@ -58,6 +63,11 @@ class MemoryResultLog:
         self._bytes += nbytes(result)
         while self._results and self._bytes > self._cap:
             self._bytes -= nbytes(self._results.pop(0))
+
+    @property
+    def first(self) -> int:
+        """The oldest version; 2**62 without results."""
+        return self._results[0].version if self._results else 2**62
 
     def since(self, version: int, now: int) -> tuple[RoundResult, ...] | None:
         """All results after `version`, or None if some are forgotten."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from weightgrad.core.controller import Controller
 from weightgrad.core.open_round import OpenRound
-from weightgrad.wire.messages import Push, RoundResult, nbytes
+from weightgrad.wire.messages import Push
 
 _TIMEOUT_ROUNDS = 10  # an adaptive timeout is this many times as long as a round usually takes
 _OVERDUE_ROUNDS = 5
@@ -83,22 +83,19 @@ class LinkObserver:
             network_seconds = push.report.round_seconds - held_seconds if size else None
             self._controller.observe(push.site, push.report, network_seconds, size)
 
-    def round_closed(
-        self, closed: OpenRound, result: RoundResult, messages: Mapping[str, RoundResult], now: float, *, sites: int
-    ) -> None:
+    def round_closed(self, closed: OpenRound, sizes: Mapping[str, int], now: float, *, sites: int) -> None:
         """Remember how long each push of a round was held, and the bytes of push and result.
 
         Args:
             closed: the round.
-            result: its result.
-            messages: the result as it is sent to each site.
+            sizes: the bytes of its result as it is sent to each site.
             now: the time.
             sites: how many sites there are; the last four pushes of each are remembered.
         """
         if self._controller is None:
             return
         for site, (arrived_at, size) in closed.arrivals.items():
-            total = size + nbytes(messages.get(site, result))
+            total = size + sizes.get(site, max(sizes.values(), default=0))
             self._held[site, closed.included[site]] = (now - arrived_at, total)
         while len(self._held) > 4 * sites:
             del self._held[next(iter(self._held))]

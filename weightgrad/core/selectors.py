@@ -1,60 +1,44 @@
-"""What leaves the residual in a round: intervals of the vector, or single entries.
+"""What leaves the residual in a round: whole pieces, or single entries of them.
 
 A codec such as topk selects by itself; then the selector is `all`. If a selector returns entries, the codec encodes
-only their values.
+only their values. A selector decides piece by piece (`core/pieces.py`).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from weightgrad.core import pieces
 from weightgrad.core.layout import Layout
 from weightgrad.core.parts import check, part
+from weightgrad.core.pieces import Piece
 from weightgrad.errors import StrategyError
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Elements start .. start + prod(shape) - 1 of the flat vector, viewed in this shape."""
-
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + math.prod(self.shape)
-
-    def flat(self) -> Interval:
-        """The same elements as one dimension."""
-        return Interval(self.start, (self.stop - self.start,))
+from weightgrad.wire.intervals import Intervals
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Single entries of the flat vector, sorted."""
+    """Single entries of a piece, sorted."""
 
     indices: Tensor  # int64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class View:
-    """What a selector may look at."""
+    """What a selector may look at: one piece, flat."""
 
-    residual: Tensor  # flat
-    global_model: Tensor  # flat
-    step_update: Tensor | None  # flat: the update of the last step
-    layout: Layout
-    step: int
-    fragment: int
-    per_tensor: bool
-    threshold: float
+    residual: Tensor
+    global_model: Callable[[], Tensor]
+    last_norm: Callable[[], float] = lambda: 0.0  # of the update of the last step
+    last_update: Callable[[], Tensor | None] = lambda: None  # the update of the last step
+    step: int = 0
+    threshold: float = 0.0
 
 
 class Selector(ABC):
@@ -62,60 +46,46 @@ class Selector(ABC):
 
     word: ClassVar[str]
     needs_residual: ClassVar[bool] = False  # looks at values: the fresh update must be added first
-    needs_step: ClassVar[bool] = False  # compares with the update of the last step
 
     @property
     def single(self) -> bool:
-        """Whether it chooses single entries instead of intervals."""
+        """Whether it chooses single entries instead of whole pieces."""
         return False
 
-    @abstractmethod
-    def choose(self, view: View) -> list[Interval] | Entries:
-        """What leaves the residual.
+    @property
+    def needs_step(self) -> str | None:
+        """What it must know of the last step's update: its "norm" by tensor, its "elements", or nothing."""
+        return None
+
+    def pieces(self, held: Intervals, layout: Layout, *, per_tensor: bool, fragment: int) -> tuple[Piece, ...]:
+        """The pieces of what is held that a round is about.
+
+        Args:
+            held: the elements.
+            layout: where the tensors lie.
+            per_tensor: whether each tensor is a piece of its own.
+            fragment: which fragment of the model the round is about.
+        """
+        del fragment
+        return pieces.cut(held, layout, per_tensor=per_tensor)
+
+    def choose(self, view: View) -> bool | Entries:
+        """What of a piece leaves the residual.
 
         Args:
             view: what the selector may look at.
 
         Returns:
-            Intervals in order, or entries.
+            True for the whole piece, False for nothing, or single entries.
         """
-
-
-def intervals(layout: Layout, per_tensor: bool) -> list[Interval]:
-    """The whole vector: one interval for each tensor, or one for all."""
-    if per_tensor:
-        return [Interval(slot.start, slot.shape) for slot in layout.slots if slot.numel]
-    return [Interval(0, (layout.numel,))] if layout.numel else []
-
-
-def fragments(layout: Layout, count: int) -> list[list[Interval]]:
-    """The tensors split into `count` fragments of about equal size, in order."""
-    fragments_: list[list[Interval]] = [[] for _ in range(count)]
-    for slot in (slot for slot in layout.slots if slot.numel):
-        middle = (slot.start + slot.stop) / 2
-        fragments_[min(count - 1, int(middle * count / layout.numel))].append(Interval(slot.start, slot.shape))
-    return fragments_
-
-
-def merged(found: list[Interval]) -> list[Interval]:
-    """Neighbouring intervals joined into flat ones."""
-    joined: list[Interval] = []
-    for interval in found:
-        if joined and joined[-1].stop == interval.start:
-            joined[-1] = Interval(joined[-1].start, (interval.stop - joined[-1].start,))
-        else:
-            joined.append(interval.flat())
-    return joined
+        del view
+        return True
 
 
 @part("selector", "all")
 @dataclass(frozen=True)
 class All(Selector):
     """Everything (the codec may choose further)."""
-
-    def choose(self, view: View) -> list[Interval] | Entries:
-        """The whole vector."""
-        return intervals(view.layout, view.per_tensor)
 
 
 @part("selector", "fragment")
@@ -128,16 +98,16 @@ class Fragment(Selector):
     def __post_init__(self) -> None:
         check("fragment", "count", self.count, 1, 10**6, whole=True)
 
-    def choose(self, view: View) -> list[Interval] | Entries:
-        """The tensors of the fragment that the round is about."""
-        found = fragments(view.layout, self.count)[view.fragment % self.count]
-        return found if view.per_tensor else merged(found)
+    def pieces(self, held: Intervals, layout: Layout, *, per_tensor: bool, fragment: int) -> tuple[Piece, ...]:
+        """The pieces of the tensors of one fragment."""
+        own = pieces.fragments(layout, self.count)[fragment % self.count]
+        return pieces.cut(held & own, layout, per_tensor=per_tensor)
 
 
 @part("selector", "largest")
 @dataclass(frozen=True)
 class Largest(Selector):
-    """The `fraction` of entries that are largest in magnitude, exactly."""
+    """The `fraction` of entries of each piece that are largest in magnitude, exactly."""
 
     fraction: float
     needs_residual = True
@@ -150,7 +120,7 @@ class Largest(Selector):
         """It chooses entries."""
         return True
 
-    def choose(self, view: View) -> list[Interval] | Entries:
+    def choose(self, view: View) -> bool | Entries:
         """The largest entries by torch.topk; the codec topk(...) does the same faster."""
         count = max(1, round(self.fraction * view.residual.numel()))
         return Entries(view.residual.abs().topk(count, sorted=False).indices.sort().values)
@@ -173,10 +143,10 @@ class Gaia(Selector):
         """It chooses entries."""
         return True
 
-    def choose(self, view: View) -> list[Interval] | Entries:
+    def choose(self, view: View) -> bool | Entries:
         """Entries with |residual| > limit |weight|; where the weight is 0, every nonzero entry."""
         limit = self.threshold / math.sqrt(max(view.step, 1)) if self.decay else self.threshold
-        chosen = view.residual.abs() > view.global_model.abs() * limit
+        chosen = view.residual.abs() > view.global_model().abs() * limit
         return Entries(chosen.nonzero().view(-1))
 
 
@@ -187,7 +157,6 @@ class Significant(Selector):
 
     granularity: str = "tensor"
     needs_residual = True
-    needs_step = True
 
     def __post_init__(self) -> None:
         if self.granularity not in ("tensor", "element"):
@@ -198,18 +167,26 @@ class Significant(Selector):
         """Whether the granularity is one element."""
         return self.granularity == "element"
 
-    def choose(self, view: View) -> list[Interval] | Entries:
+    @property
+    def needs_step(self) -> str | None:
+        """It compares with the norm of the last step's update, or with its elements."""
+        return "elements" if self.single else "norm"
+
+    def pieces(self, held: Intervals, layout: Layout, *, per_tensor: bool, fragment: int) -> tuple[Piece, ...]:
+        """A piece for each tensor; elements are compared in pieces of any kind."""
+        del fragment
+        return pieces.cut(held, layout, per_tensor=per_tensor or not self.single, flat=not per_tensor)
+
+    def choose(self, view: View) -> bool | Entries:
         """Tensors by the ratio of norms, or elements by their own ratio."""
-        step = view.step_update if view.step_update is not None else torch.zeros_like(view.residual)
-        if self.granularity == "element":
-            chosen = (view.residual.abs() >= view.threshold * step.abs()) & (view.residual != 0)
-            return Entries(chosen.nonzero().view(-1))
-        found = []
-        for slot in view.layout.slots:
-            grown = float(slot.of(view.residual).norm())
-            if grown > 0 and grown >= view.threshold * float(slot.of(step).norm()):
-                found.append(Interval(slot.start, slot.shape))
-        return found if view.per_tensor else merged(found)
+        if not self.single:
+            grown = float(view.residual.norm())
+            return grown > 0 and grown >= view.threshold * view.last_norm()
+        last = view.last_update()
+        chosen = view.residual != 0
+        if last is not None:
+            chosen &= view.residual.abs() >= view.threshold * last.abs()
+        return Entries(chosen.nonzero().view(-1))
 
 
 @part("selector", "nonzero")
@@ -224,6 +201,6 @@ class Nonzero(Selector):
         """It chooses entries."""
         return True
 
-    def choose(self, view: View) -> list[Interval] | Entries:
+    def choose(self, view: View) -> bool | Entries:
         """All nonzero entries."""
         return Entries(view.residual.nonzero().view(-1))

@@ -1,75 +1,56 @@
-"""The site as a state machine: local steps, messages and the time go in, messages come out.
+"""A site in one process: its coordinator and its shards, behind one interface.
+
+The simulator and the tests drive a site through this class; in a deployment each rank has a shard of its own
+(`runtime/site_training.py`) and the same coordinator and shards do the same work.
 
 Before each local step the driver calls `apply_results`, which applies the round results that are due, and asks
 `blocked`. After each local step it calls `after_step`, which may return a push. `model` is the flat vector that the
-site trains on; `core/model_placement.py` says what it contains.
+site trains on; `core/update_shard.py` says what it contains.
 
 Conservation, tested for every strategy: what the server has included + pushes in flight + residual + fresh update =
 the sum of all local updates.
-
-This file has the round protocol: when a round starts and when a result is applied. Its parts: `push_builder` (how a
-push is encoded), `in_flight` (pushes without a result), `model_placement` (where the local model goes), `rejoin`
-(joining, downloads and replays), `step_update` (significance), `site_schedule` (the sync schedule), `site_progress`
-(counters). `site_parts` holds the parts together and makes the checkpoint of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from weightgrad.codecs import Codec
-from weightgrad.core.consistency import Consistency
-from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.in_flight import InFlightPushes
-from weightgrad.core.model_placement import ModelPlacement
-from weightgrad.core.push_builder import PushBuilder
-from weightgrad.core.rejoin import SiteMembership
-from weightgrad.core.residual import Residual
-from weightgrad.core.resume import Resume
-from weightgrad.core.selectors import All, Selector
-from weightgrad.core.site_parts import SiteParts
-from weightgrad.core.site_schedule import SiteSchedule, StepTimer
-from weightgrad.core.step_update import StepUpdateTracker
-from weightgrad.core.triggers import DynamicThreshold, Moment, Trigger
-from weightgrad.errors import ProtocolError
-from weightgrad.wire.messages import JoinReply, Message, RoundRequest, RoundResult, ServerRestarted
+from weightgrad.core.global_model import GlobalModel, Replica, digest_of
+from weightgrad.core.gradient_shard import GradientShard
+from weightgrad.core.local_model import FlatModel, scatter
+from weightgrad.core.site_coordinator import SiteCoordinator, SiteStrategy
+from weightgrad.core.site_schedule import StepTimer
+from weightgrad.core.site_shard import LoadOrder, PushOrder, SiteShard
+from weightgrad.core.triggers import DynamicThreshold
+from weightgrad.core.update_shard import UpdateShard
+from weightgrad.core.vector_checks import with_prefix, without_prefix
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.messages import JoinReply, Message, Push, RoundResult, Segment
 from weightgrad.wire.sync_schedule import SyncSchedule
 
-
-@dataclass(frozen=True, kw_only=True)
-class SiteStrategy:
-    """A site's parts of a strategy."""
-
-    shares_gradients: bool
-    trigger: Trigger
-    selector: Selector
-    up: Codec
-    per_tensor: bool
-    keep_loss: bool
-    consistency: Consistency
-    overlap: int
-    resume: Resume
-    flush: Codec | None
-    t: float | None = None  # seconds without a message after which the site waits for the oldest result
-    schedule: SyncSchedule | None = None  # the first sync schedule, where the server sets it
+__all__ = ["SiteState", "SiteStrategy"]
 
 
 class SiteState:
     """The state of one site.
 
-    Memory: `SiteParts` holds every vector of the model's size.
+    Memory, in vectors of the model's size: `model`, and what the shards hold. Where the sites share gradients, `model`
+    is the global model's own vector.
 
     Args:
         name: the site's name, unique in the run.
-        global_model: this site's replica of the global model, which the state owns from now on.
+        global_model: the first global model; where gradients are shared, the site owns it from now on.
         plan: the site's parts of the strategy.
         samples: how many samples one of the site's steps sees, the weight of its pushes.
         key: the key of the random streams of the site's codecs.
         download_codec: the codec of the first download if the site comes late; None asks for the exact model.
+        holdings: what each rank of the site holds; None: one rank holds everything.
     """
 
     def __init__(
@@ -81,99 +62,140 @@ class SiteState:
         key: int,
         *,
         download_codec: str | None = None,
+        holdings: Sequence[Intervals] | None = None,
     ) -> None:
-        self.name = name
-        self.global_model = global_model
-        self.plan = plan
-        self.residual_removed = False  # whether the last step ended with the residual leaving the local model
-        self.step_timer = StepTimer()
-        self.residual = Residual(
-            global_model.layout, plan.up, key, per_tensor=plan.per_tensor, keep_loss=plan.keep_loss
-        )
-        in_flight = InFlightPushes()
-        self._placement = ModelPlacement(
-            global_model, self.residual, in_flight, plan.resume, shares_gradients=plan.shares_gradients
-        )
-        self.model = self._placement.model
-        self._parts = SiteParts(
-            global_model=global_model,
-            residual=self.residual,
-            in_flight=in_flight,
-            placement=self._placement,
-            steps=StepUpdateTracker(self.model, plan.trigger, selector_needs_step=plan.selector.needs_step),
-            schedule=SiteSchedule(plan.schedule, up=plan.up, overlap=plan.overlap),
-        )
-        self._in_flight, self._inbox = in_flight, self._parts.inbox
-        self._progress, self._schedule, self._steps = self._parts.progress, self._parts.schedule, self._parts.steps
-        self._builder = PushBuilder(name, samples, self._parts, self.step_timer)
-        self._membership = SiteMembership(name, self._parts, download_codec=download_codec)
-        self._last_message_at = 0.0
+        self.coordinator = SiteCoordinator(name, plan, samples, download_codec=download_codec)
+        self.layout = global_model.layout
+        whole = Intervals.whole(self.layout.numel)
+        self.model = global_model.vector if plan.shares_gradients else global_model.vector.clone()
+        self.moved_by_push = False
+        """Whether the last step ended with the residual leaving the local model."""
+        locals_ = [FlatModel(self.model, whole, held) for held in holdings or [whole]]
+        self.shards: list[SiteShard]
+        if plan.shares_gradients:
+            replica = Replica(global_model)
+            self.shards = [GradientShard(name, self.layout, one, plan.for_shard, key, replica) for one in locals_]
+        else:
+            self.shards = [UpdateShard(name, self.layout, one, plan.for_shard, key) for one in locals_]
+        self._replica = global_model if plan.shares_gradients else None
 
     # -- what drivers may ask ------------------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        """The site's name."""
+        return self.coordinator.name
+
+    @property
+    def plan(self) -> SiteStrategy:
+        """The site's parts of the strategy."""
+        return self.coordinator.plan
+
+    @property
     def step(self) -> int:
         """Local steps done."""
-        return self._progress.step
+        return self.coordinator.progress.step
+
+    @property
+    def version(self) -> int:
+        """The version of the site's global model."""
+        return self.coordinator.version
+
+    def global_model(self) -> Tensor:
+        """The site's replica of the global model; a copy if several ranks hold it."""
+        if self._replica is not None:
+            return self._replica.vector
+        own = [shard for shard in self.shards if isinstance(shard, UpdateShard)]
+        if len(own) == 1:
+            return own[0].global_model
+        found = torch.empty(self.layout.numel)
+        for shard in own:
+            scatter(found, Intervals.whole(self.layout.numel), shard.held, shard.global_model)
+        return found
+
+    def digest(self) -> str:
+        """A hash of the global model, equal on every site at the same version."""
+        return f"{digest_of(self.global_model(), Intervals.whole(self.layout.numel)):016x}"
+
+    def residual(self) -> Tensor:
+        """A copy of the residual."""
+        found = torch.zeros(self.layout.numel)
+        for shard in self.shards:
+            if shard.residual.vector is not None:
+                scatter(found, Intervals.whole(self.layout.numel), shard.held, shard.residual.vector)
+        return found
+
+    def fresh_update(self) -> Tensor:
+        """A copy of what the local steps did since the last push; zeros where gradients are shared."""
+        found = torch.zeros(self.layout.numel)
+        for shard in self.shards:
+            if isinstance(shard, UpdateShard):
+                scatter(found, Intervals.whole(self.layout.numel), shard.held, shard.fresh_update())
+        return found
 
     @property
     def rate(self) -> float | None:
         """The learning rate to send with shared gradients, where the server does not know it; the driver sets it."""
-        return self._builder.rate
+        return self.coordinator.rate
 
     @rate.setter
     def rate(self, rate: float | None) -> None:
-        self._builder.rate = rate
-
-    @property
-    def pushed(self) -> int:
-        """The last round that the site has pushed for."""
-        return self._progress.pushed_round
+        self.coordinator.rate = rate
 
     @property
     def in_flight(self) -> int:
         """How many pushes have no result yet."""
-        return len(self._in_flight)
+        return len(self.coordinator.in_flight)
 
     @property
     def exact(self) -> bool:
         """Whether the global model has the bits of the server's model at that version."""
-        return self._membership.exact
-
-    @property
-    def full_downloads(self) -> int:
-        """How often the whole global model has been downloaded."""
-        return self._membership.full_downloads
+        return self.coordinator.exact
 
     @property
     def finishing(self) -> bool:
         """Whether training is over and the last push has been made."""
-        return self._progress.finishing
+        return self.coordinator.progress.finishing
 
     @property
     def finished(self) -> bool:
         """Whether all of the site's updates are in the global model, and that model is exact."""
-        return self._progress.finishing and not self._in_flight and self.exact
+        return self.coordinator.finished
 
     @property
     def schedule(self) -> SyncSchedule | None:
         """The sync schedule in force, or None where the strategy is fixed."""
-        return self._schedule.current
+        return self.coordinator.schedule.current
 
     @property
     def overlap(self) -> int:
         """Steps the site goes on while a round is under way."""
-        return self._schedule.overlap
+        return self.coordinator.overlap
 
     @property
     def up(self) -> Codec:
         """The codec of the next push."""
-        return self._schedule.up
+        return self.coordinator.schedule.up
+
+    @property
+    def step_timer(self) -> StepTimer:
+        """The site's own measurements."""
+        return self.coordinator.step_timer
+
+    @property
+    def pushed(self) -> int:
+        """The last round that the site has pushed for."""
+        return self.coordinator.progress.pushed_round
+
+    @property
+    def full_downloads(self) -> int:
+        """How often the whole global model has been downloaded."""
+        return self.coordinator.full_downloads
 
     @property
     def threshold(self) -> DynamicThreshold | None:
         """The significance threshold, where the trigger has one."""
-        return self._steps.threshold
+        return self.coordinator.threshold
 
     def join(self, *, same_start: bool = True) -> list[Message]:
         """Ask to join, for the first time or again after an absence.
@@ -184,40 +206,13 @@ class SiteState:
         Returns:
             The messages to send.
         """
-        return [self._membership.join(same_start=same_start)]
+        return [self.coordinator.join(same_start=same_start)]
 
     # -- before a step -------------------------------------------------------------------------
 
     def blocked(self, now: float) -> str | None:
-        """Whether the workers must wait before their next step.
-
-        Args:
-            now: the time.
-
-        Returns:
-            The reason ("joining", "exact global model", "flush", "result" or "stall"), or None to go on.
-        """
-        reason = self._why_blocked(now)
-        if reason is None:
-            self.step_timer.begins(now)
-        return reason
-
-    def _why_blocked(self, now: float) -> str | None:
-        if not self._membership.joined:
-            return "joining"
-        if self.finishing and not self.exact:
-            return "exact global model"
-        if not self._in_flight:
-            return None
-        if self.finishing:
-            return "flush"
-        oldest = self._in_flight.oldest
-        rounds_ahead = self._progress.round - oldest.push.round
-        if rounds_ahead >= self.plan.consistency.ahead and self.step - oldest.push.step >= self.overlap:
-            return "result"
-        if self.plan.t is not None and now - max(self._last_message_at, oldest.sent_at) > self.plan.t:
-            return "stall"
-        return None
+        """Whether the workers must wait before their next step; see `SiteCoordinator.blocked`."""
+        return self.coordinator.blocked(now)
 
     def apply_results(self) -> list[RoundResult]:
         """Apply the round results that are due, in the order of versions.
@@ -226,39 +221,14 @@ class SiteState:
             The results that were applied.
         """
         applied: list[RoundResult] = []
-        if not self._membership.joined:
-            return applied  # only the JoinReply tells whether they contain pushes that must be replayed
-        while (result := self._inbox.get(self.global_model.version + 1)) is not None and self._is_due(result):
-            del self._inbox[result.version]
-            result = self._in_flight.fill_in(result, self.name)
-            self._apply(result)
+        while (found := self.coordinator.next_result()) is not None:
+            order, result = found
+            for shard in self.shards[:1] if self._replica is not None else self.shards:
+                shard.apply(order, result)
+            for shard in self.shards[1:] if self._replica is not None else ():
+                shard.remove_through(order.through)
             applied.append(result)
-        self._membership.catch_up_after_replay()
         return applied
-
-    def _is_due(self, result: RoundResult) -> bool:
-        """Whether a result may be applied at this step: the same step however fast the link is."""
-        own = result.included.get(self.name)
-        if own is None:
-            return True
-        if self._membership.is_replayed(own):
-            return False
-        if not self.overlap or self.finishing:
-            return True
-        # A result may contain several pushes of a site that was late: `blocked` waits for the oldest of them.
-        pushed_at = self._in_flight.first_step_through(own)
-        return pushed_at is not None and self.step >= pushed_at + self.overlap
-
-    def _apply(self, result: RoundResult) -> None:
-        fresh = None if self._placement.is_global_model else self._placement.fresh_update()
-        self.global_model.apply(result)
-        self._schedule.adopt(result.schedule)
-        self._in_flight.remove_through(result.included.get(self.name, -1))
-        if self.plan.consistency.missing:  # the others went on without this site: it does not repeat their steps
-            self._progress.catch_up(result.step, self._progress.round)
-        if fresh is not None:
-            self._placement.place(fresh, result.segments, rounds_under_way=self._schedule.rounds_under_way)
-            self._steps.model_was_moved()
 
     # -- after a step --------------------------------------------------------------------------
 
@@ -272,29 +242,20 @@ class SiteState:
         Returns:
             The push, if a round starts.
         """
-        self._progress.step += 1
-        self.residual_removed = False
-        self.step_timer.ends(now)
-        self._steps.after_step(gradient)
-        moment = self._moment()
-        requested = self._progress.requested_round > self._progress.round
-        starts = requested or self.plan.trigger.fires(moment)
-        if not starts or not self.plan.trigger.sends(moment):
-            if gradient is not None:
-                self.residual.put(gradient)
-            return [self._builder.push_nothing(now)] if starts else []
-        self._progress.sent_step = self.step
-        self._steps.pushed()
-        self.residual_removed = self._push_removes_residual
-        fresh = (
-            self._placement.take_fresh_update(move_anchor=not self.residual_removed) if gradient is None else gradient
-        )
-        fragment = self.plan.trigger.fragment(moment)
-        push = self._builder.push_selected(now, fresh, self.plan.selector, fragment=fragment)
-        if self.residual_removed:
-            self._placement.place_without_fresh_update(rounds_under_way=self._schedule.rounds_under_way)
-            self._steps.model_was_moved()
-        return [push]
+        self.moved_by_push = False
+        made = None if gradient is None else FlatModel(gradient, Intervals.whole(gradient.numel()))
+        for shard in self.shards:
+            shard.stepped(made)
+        found = self.coordinator.after_step(now, self._squares)
+        push, order = (None, None) if found is None else found
+        if push is None or order is None:
+            for shard in self.shards:
+                shard.keep(made)
+                if push is not None:
+                    shard.in_flight[push.round] = ()
+            return [] if push is None else [push]
+        self.moved_by_push = order.places
+        return [self._push(push, order, made)]
 
     def finish(self, now: float) -> list[Message]:
         """Training is over: push all of the residual.
@@ -305,34 +266,20 @@ class SiteState:
         Returns:
             The last push.
         """
-        self._progress.finishing, self.residual_removed = True, False
-        fresh = self._placement.take_fresh_update(move_anchor=True)
-        nothing_left = not (bool(fresh.any()) or bool(self.residual.vector.any()))
-        if self.plan.flush is None or nothing_left:
-            self.residual.put(fresh)
-            return [self._builder.push_nothing(now, final=True)]
-        return [self._builder.push_selected(now, fresh, All(), codec=self.plan.flush, final=True)]
+        self.moved_by_push = False
+        return [self._push(*self.coordinator.finish(now), None)]
 
-    def new_epoch(self, rate: float) -> None:
-        """An epoch has ended with this learning rate: the dynamic threshold moves."""
-        self._steps.new_epoch(rate)
+    def _push(self, push: Push, order: PushOrder, gradient: FlatModel | None) -> Push:
+        segments = [segment for shard in self.shards for segment in shard.push(order, gradient)]
+        return replace(push, segments=_in_order(segments))
 
-    def _moment(self) -> Moment:
-        return Moment(
-            step=self.step,
-            steps_since_push=self.step - self._progress.sent_step,
-            ratio=lambda: self._steps.ratio(
-                None if self._placement.is_global_model else self._placement.fresh_update()
-            ),
-            threshold=self._steps.threshold_value,
-            steps_since_round=self.step - self._progress.round_step,
-            every=self._schedule.every,
-        )
+    def new_epoch(self) -> None:
+        """An epoch has ended: the dynamic threshold moves."""
+        self.coordinator.new_epoch(self._squares()[1])
 
-    @property
-    def _push_removes_residual(self) -> bool:
-        """Whether what a push holds back leaves the local model with the push, not only when the result comes."""
-        return self.plan.resume.removes_residual and not self._placement.is_global_model and self.overlap > 0
+    def _squares(self) -> tuple[float, float]:
+        each = [shard.squares() for shard in self.shards]
+        return math.fsum(since for since, _ in each), math.fsum(last for _, last in each)
 
     # -- messages in ---------------------------------------------------------------------------
 
@@ -349,28 +296,26 @@ class SiteState:
         Raises:
             ProtocolError: the message is one that only the server receives, or does not fit this site's state.
         """
-        self._last_message_at = now
-        if isinstance(message, RoundResult):
-            return self._receive_result(message, now)
-        if isinstance(message, RoundRequest):
-            self._progress.requested_round = max(self._progress.requested_round, message.round)
-            return []
-        if isinstance(message, ServerRestarted):
-            return self.join()
-        if isinstance(message, JoinReply):
-            return self._membership.handle_reply(message, now)
-        raise ProtocolError(f"site {self.name!r} was sent a {type(message).__name__}, which only the server receives")
+        messages, order = self.coordinator.receive(message, now)
+        if order is not None and isinstance(message, JoinReply):
+            self._load(message, order)
+        return [self._with_segments(one) if isinstance(one, Push) else one for one in messages]
 
-    def _receive_result(self, result: RoundResult, now: float) -> list[Message]:
-        own = result.included.get(self.name)
-        if own is not None and (sent_at := self._in_flight.sent_at(own)) is not None:
-            self.step_timer.result_received(own, now - sent_at)
-        if result.version <= self.global_model.version:
-            return []
-        if self._membership.misses_own_push(result):  # the site has forgotten a push that the server thinks it has
-            return self.join() if self._membership.joined else []
-        self._inbox[result.version] = result
-        return []
+    def _load(self, reply: JoinReply, order: LoadOrder) -> None:
+        for shard in self.shards:
+            shard.begin_load(discards=order.discards)
+            for part in reply.parts if self._replica is None or shard is self.shards[0] else ():
+                for segment in part.segments:
+                    shard.load(part.vector, segment)
+            if self._replica is None or shard is self.shards[0]:
+                shard.end_load(order, reply.scalars)
+            else:
+                shard.remove_through(order.included)
+
+    def _with_segments(self, push: Push) -> Push:
+        """A push that is sent again."""
+        segments = [segment for shard in self.shards for segment in shard.in_flight.get(push.round, ())]
+        return replace(push, segments=_in_order(segments))
 
     # -- checkpoint ----------------------------------------------------------------------------
 
@@ -379,10 +324,10 @@ class SiteState:
 
         Results that are not applied yet are not part of it: the site asks for them again when it joins.
         """
-        found = {**self._parts.state(), **self._membership.state()}
-        if self.rate is not None:
-            found["rate"] = torch.tensor(self.rate, dtype=torch.float64)
-        return found
+        found = {**self.coordinator.state()}
+        for rank, shard in enumerate(self.shards):
+            found |= with_prefix(f"shard {rank}.", {name: tensor.clone() for name, tensor in shard.state().items()})
+        return found if self._replica is not None else {**found, "model": self.model.clone()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned; then call `join`.
@@ -390,6 +335,12 @@ class SiteState:
         Args:
             state: the named tensors of a site with the same model and strategy.
         """
-        self._parts.load(state)
-        self._membership.load(state)
-        self.rate = float(state["rate"]) if "rate" in state else None
+        self.coordinator.load(state)
+        for rank, shard in enumerate(self.shards):
+            shard.load_state(without_prefix(f"shard {rank}.", state))
+        if self._replica is None:
+            self.model.copy_(state["model"])
+
+
+def _in_order(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    return tuple(sorted(segments, key=lambda segment: segment.start))

@@ -1,105 +1,131 @@
-"""The update of a site's last local step, for triggers and selectors that compare the residual with it."""
+"""How large the update of a site's last step is, for triggers and selectors that compare the residual with it.
+
+The paper's test of significance, |g_u / g| >= G, compares two norms: of what has been made since the last push, and of
+the last step. Both are measured on a sample of the weights, so that no second copy of the model is kept: of each tensor
+up to `SAMPLE` elements at equal distances. Tensors that are smaller are measured exactly.
+
+Only `significant('element')` compares single elements; for it the last step's update is kept whole.
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from weightgrad.core.triggers import DynamicThreshold, Significance, Trigger
+from weightgrad.core.layout import Layout
+from weightgrad.core.local_model import LocalModel
+from weightgrad.core.pieces import Piece
+from weightgrad.wire.intervals import Intervals
+
+SAMPLE = 1 << 14
+"""Elements of a tensor that are looked at, at most."""
 
 
-class StepUpdateTracker:
-    """Follows the local model step by step, where the strategy needs it.
+class StepUpdate:
+    """The update of the last step and what was made since the last push, on a sample of the held elements.
 
-    Memory, in vectors of the model's size: the model before the last step and the last step's update; where gradients
-    are shared and the trigger is `significance`, also the gradients accumulated since the last push. Nothing at all if
-    neither the trigger nor the selector looks at the last step.
+    Memory: four vectors of the sample's size. With `elements`, the sample is everything that is held.
 
     Args:
-        model: the local model, which the driver moves in place.
-        trigger: the strategy's trigger.
-        selector_needs_step: whether the strategy's selector looks at the last step.
+        held: the elements that this rank holds.
+        layout: where the tensors lie.
+        elements: whether single elements are compared.
     """
 
-    def __init__(self, model: Tensor, trigger: Trigger, *, selector_needs_step: bool) -> None:
-        significance = trigger if isinstance(trigger, Significance) else None
-        self.threshold = (
-            None
-            if significance is None
-            else DynamicThreshold(significance.threshold, significance.low, significance.high)
-        )
-        self.last: Tensor | None = None  # the update, or the shared gradient, of the last step
-        self._model = model
-        self._previous = model.clone() if significance is not None or selector_needs_step else None
-        self._accumulated: Tensor | None = None
+    def __init__(self, held: Intervals, layout: Layout, *, elements: bool = False) -> None:
+        self._parts: list[tuple[Intervals, int]] = []  # a stretch of one tensor, and the distance between its samples
+        self._bounds = [0]
+        for slot in layout.slots:
+            for start, stop in (held & Intervals(((slot.start, slot.stop),) if slot.numel else ())).spans:
+                # An odd distance does not fall on the same columns of a matrix again and again.
+                distance = 1 if elements or stop - start <= SAMPLE else -(-(stop - start) // SAMPLE) | 1
+                self._parts.append((Intervals(((start, stop),)), distance))
+                self._bounds.append(self._bounds[-1] + -(-(stop - start) // distance))
+        self._held = Intervals.of(span for stretch, _ in self._parts for span in stretch.spans)
+        self._ends = [stretch.end for stretch, _ in self._parts]
+        size = self._bounds[-1]
+        self._anchor = torch.zeros(size)  # the weights since which everything is new
+        self._previous = torch.zeros(size)  # the weights before the last step
+        self._last = torch.zeros(size)
+        self._made = torch.zeros(size)  # of shared gradients, since the last push
 
-    @property
-    def threshold_value(self) -> float:
-        """The significance threshold G now, or 0 without one."""
-        return self.threshold.value if self.threshold else 0.0
-
-    def after_step(self, gradient: Tensor | None) -> None:
-        """Take note of a local step.
-
-        Args:
-            gradient: the step's gradient where gradients are shared; None if the step moved the model.
-        """
-        if self._previous is None:
-            return
-        if gradient is not None:
-            self.last = gradient
-        elif self.last is None:
-            self.last = self._model - self._previous
-        else:
-            torch.sub(self._model, self._previous, out=self.last)
-        self._previous.copy_(self._model)
-        if gradient is not None and self.threshold is not None:
-            self._accumulated = gradient.clone() if self._accumulated is None else self._accumulated.add_(gradient)
-
-    def model_was_moved(self) -> None:
-        """Something other than a local step has moved the model: the next step is measured from here."""
-        if self._previous is not None:
-            self._previous.copy_(self._model)
-
-    def pushed(self) -> None:
-        """A push has taken what was accumulated."""
-        self._accumulated = None
-
-    def ratio(self, fresh: Tensor | None) -> float:
-        """How many times larger the update since the last push is than that of the last step, by norms.
-
-        Args:
-            fresh: the update since the last push; None where gradients are shared.
-
-        Returns:
-            The ratio of the norms, or 0 if the last step changed nothing.
-        """
-        since_push = self._accumulated if fresh is None else fresh
-        assert self.last is not None
-        assert since_push is not None
-        one = float(self.last.norm())
-        return float(since_push.norm()) / one if one > 0 else 0.0
-
-    def new_epoch(self, rate: float) -> None:
-        """An epoch has ended with this learning rate: the dynamic threshold moves."""
-        if self.threshold is not None and self.last is not None and rate > 0:
-            self.threshold.epoch(rate, float(self.last.norm()) / rate)
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies of the tracked vectors and the threshold for a checkpoint."""
-        vectors = {"previous": self._previous, "step_update": self.last, "accumulated": self._accumulated}
-        found = {name: vector.clone() for name, vector in vectors.items() if vector is not None}
-        if self.threshold is not None:
-            found["threshold"] = self.threshold.state()
+    def _sample(self, local: LocalModel) -> Tensor:
+        found = torch.empty(self._bounds[-1])
+        for (stretch, distance), start in zip(self._parts, self._bounds, strict=False):
+            values = local.sample(stretch, distance)
+            found[start : start + values.numel()] = values
         return found
 
+    def begin(self, local: LocalModel) -> None:
+        """Everything that is in the weights now counts as pushed, and the next step is measured from here."""
+        self._anchor = self._sample(local)
+        self._previous = self._anchor.clone()
+
+    def stepped(self, local: LocalModel) -> None:
+        """A step has moved the weights."""
+        now = self._sample(local)
+        torch.sub(now, self._previous, out=self._last)
+        self._previous = now
+
+    def made(self, gradient: LocalModel) -> None:
+        """A step has made this gradient, where gradients are shared."""
+        self._last = self._sample(gradient)
+        self._made += self._last
+
+    def moved(self, local: LocalModel) -> None:
+        """Something other than a step has moved the weights: that is neither new nor part of a step."""
+        now = self._sample(local)
+        self._anchor += now - self._previous
+        self._previous = now
+
+    def pushed(self, local: LocalModel | None) -> None:
+        """A push has taken what was made; None where gradients are shared."""
+        if local is None:
+            self._made.zero_()
+        else:
+            self.begin(local)
+
+    def squares(self, *, gradients: bool) -> tuple[float, float]:
+        """The squared norms of what was made since the last push and of the last step, for all held elements."""
+        since = self._made if gradients else self._previous - self._anchor
+        return self._squares(since), self._squares(self._last)
+
+    def _squares(self, sample: Tensor) -> float:
+        total = 0.0
+        for (stretch, _), start, stop in zip(self._parts, self._bounds, self._bounds[1:], strict=False):
+            own = float(sample[start:stop].double().square().sum())
+            total += own * stretch.numel / (stop - start)
+        return total
+
+    def last_norm(self, piece: Piece) -> float:
+        """The norm of the last step's update in a piece, estimated from the tensor it is part of."""
+        total = 0.0
+        place = bisect_right(self._ends, piece.start)
+        while place < len(self._parts) and self._parts[place][0].first < piece.intervals.end:
+            shared = (self._parts[place][0] & piece.intervals).numel
+            if shared:
+                start, stop = self._bounds[place : place + 2]
+                total += float(self._last[start:stop].double().square().sum()) * shared / (stop - start)
+            place += 1
+        return math.sqrt(total)
+
+    def last_update(self, piece: Piece) -> Tensor:
+        """The elements of the last step's update in a piece, where all of them are kept."""
+        found = torch.empty(piece.numel)
+        for run in self._held.runs(piece.intervals):
+            found[run.theirs : run.theirs + run.count] = self._last[run.mine : run.mine + run.count]
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """The samples for a checkpoint; they are not copied."""
+        return {"anchor": self._anchor, "previous": self._previous, "last": self._last, "made": self._made}
+
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned; other names in `state` are ignored."""
-        if self._previous is not None:
-            self._previous.copy_(state["previous"])
-        self.last = state["step_update"].clone() if "step_update" in state else None
-        self._accumulated = state["accumulated"].clone() if "accumulated" in state else None
-        if self.threshold is not None:
-            self.threshold.load(state["threshold"])
+        """Restore what `state` returned; samples of another size, of a site that was sharded otherwise, are dropped."""
+        if state["anchor"].numel() == self._bounds[-1]:
+            self._anchor, self._previous = state["anchor"].clone(), state["previous"].clone()
+            self._last, self._made = state["last"].clone(), state["made"].clone()

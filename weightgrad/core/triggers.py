@@ -9,6 +9,7 @@ significant sends an empty push, so that a run does not depend on how fast reque
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class Trigger(ABC):
     def fires(self, moment: Moment) -> bool:
         """Whether a round starts now."""
 
+    def next_step(self, moment: Moment) -> int:
+        """The first step after this one at which a round may start."""
+        return moment.step + 1
+
     def sends(self, moment: Moment) -> bool:
         """Whether there is something to send in the round that starts now."""
         del moment
@@ -72,6 +77,10 @@ class Every(Trigger):
         """True at multiples of `steps`."""
         return moment.step % self.steps == 0
 
+    def next_step(self, moment: Moment) -> int:
+        """The next multiple of `steps`."""
+        return _next_multiple(moment.step, self.steps)
+
 
 @part("trigger", "scheduled")
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ class Scheduled(Trigger):
     def fires(self, moment: Moment) -> bool:
         """True when so many steps have gone by since the last round began."""
         return moment.steps_since_round >= (moment.every or self.steps)
+
+    def next_step(self, moment: Moment) -> int:
+        """When so many steps will have gone by."""
+        return moment.step + max(1, (moment.every or self.steps) - moment.steps_since_round)
 
 
 @part("trigger", "staggered")
@@ -105,6 +118,12 @@ class Staggered(Trigger):
     def fires(self, moment: Moment) -> bool:
         """True at the offset of a fragment."""
         return self._due(moment.step) is not None
+
+    def next_step(self, moment: Moment) -> int:
+        """The next offset of a fragment."""
+        return next(
+            step for step in range(moment.step + 1, moment.step + self.steps + 1) if self._due(step) is not None
+        )
 
     def fragment(self, moment: Moment) -> int:
         """The fragment that is due."""
@@ -153,6 +172,10 @@ class Significance(Trigger):
         """True at multiples of `every`; with 0, when the update is significant."""
         return moment.step % self.every == 0 if self.every else self._significant(moment)
 
+    def next_step(self, moment: Moment) -> int:
+        """The next multiple of `every`; with 0, the next step."""
+        return _next_multiple(moment.step, max(1, self.every))
+
     def sends(self, moment: Moment) -> bool:
         """True if the update is significant; a site whose push was requested sends in any case."""
         return not self.every or self._significant(moment)
@@ -163,11 +186,22 @@ class Significance(Trigger):
         )  # T first: it costs nothing
 
 
-class DynamicThreshold:
-    """The paper's threshold G, which each epoch multiplies by the change of the learning rate and of the update's norm.
+def _next_multiple(step: int, of: int) -> int:
+    return (step // of + 1) * of
 
-    Both changes are ratios: as differences, a constant rate would give G = 0. G stays within [low, high]: the paper's
-    own start, the square root of the number of nonzeros, would never be reached with ternary gradients.
+
+class DynamicThreshold:
+    """The paper's threshold G, which follows the learning rate and the momentum: G <- (change of both) * G, each epoch.
+
+    The changes are ratios (as differences, a constant rate would give G = 0), so over several epochs their product is
+
+        G = G0 * (rate * |v|) / (rate0 * |v0|) = G0 * |step| / |step0|
+
+    with |step| the mean length of an epoch's steps, for rate * v is what a step moves the weights by. This holds for
+    optimizers without a momentum term too. G is held within [low, high], but the product itself is not: a rate that
+    rises and falls again leads back to the same G. The paper's own start, G0 = |g|_2 / |g|_max, is 8 for CifarNet's
+    first gradient, but the square root of the number of nonzeros (900) for a ternary one, which no update reaches: so
+    G0 is given.
 
     Args:
         start: the first value of G.
@@ -176,28 +210,36 @@ class DynamicThreshold:
     """
 
     def __init__(self, start: float, low: float, high: float) -> None:
-        self.value = min(max(start, low), high)
-        self._low, self._high = low, high
-        self._rate: float | None = None
-        self._norm: float | None = None
+        self._start, self._low, self._high = start, low, high
+        self._first: float | None = None  # the mean length of a step in the first epoch
+        self._sum, self._count = 0.0, 0
+        self._last: float | None = None
 
-    def epoch(self, rate: float, norm: float) -> None:
-        """An epoch has ended.
+    @property
+    def value(self) -> float:
+        """G now."""
+        grown = 1.0 if self._first is None or self._last is None else self._last / self._first
+        return min(max(self._start * grown, self._low), self._high)
 
-        Args:
-            rate: its learning rate.
-            norm: the norm of its last update, divided by the rate.
-        """
-        if self._rate and self._norm and rate > 0 and norm > 0:
-            grown = self.value * (rate / self._rate) * (norm / self._norm)
-            self.value = min(max(grown, self._low), self._high)
-        self._rate, self._norm = rate, norm
+    def measured(self, length: float) -> None:
+        """A step has moved the weights by this much."""
+        if math.isfinite(length) and length > 0:
+            self._sum += length
+            self._count += 1
+
+    def epoch(self) -> None:
+        """An epoch has ended; one without a measured step changes nothing."""
+        if not self._count:
+            return
+        self._last, self._sum, self._count = self._sum / self._count, 0.0, 0
+        if self._first is None:
+            self._first = self._last
 
     def state(self) -> Tensor:
-        """The threshold and what the last epoch ended with, for a checkpoint."""
-        return torch.tensor([self.value, self._rate or 0.0, self._norm or 0.0], dtype=torch.float64)
+        """The mean lengths that it compares and the sum of this epoch, for a checkpoint."""
+        return torch.tensor([self._first or 0.0, self._last or 0.0, self._sum, float(self._count)], dtype=torch.float64)
 
     def load(self, state: Tensor) -> None:
         """Restore what `state` returned."""
-        self.value, rate, norm = (float(number) for number in state)
-        self._rate, self._norm = rate or None, norm or None
+        first, last, self._sum, count = (float(number) for number in state)
+        self._first, self._last, self._count = first or None, last or None, int(count)

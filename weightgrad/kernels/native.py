@@ -97,6 +97,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_clear": (None, (_POINTER, _SIZE)),
     "wg_lowrank": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_largest": (ctypes.c_uint32, (_POINTER, _SIZE)),
+    "wg_digest": (_SIZE, (_POINTER, _SIZE, _SIZE)),
     "wg_ternary_sums": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _FLOAT, _POINTER)),
     "wg_ternary_threshold": (None, (_POINTER, _SIZE, _FLOAT, _POINTER)),
     "wg_level_sums": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _FLOAT, _INT, _POINTER)),

@@ -74,12 +74,28 @@ class GradientEncoder:
                 back to the last checkpoint.
         """
         require_flat(self._layout, gradient, "flat gradient")
-        self._require_finite(gradient)
-        return tuple(self.encode_piece(gradient, place, step) for place in range(len(self._states)))
+        for place, slot in enumerate(self._layout.slots):
+            self._require_finite(place, slot.of(gradient))
+        return tuple(self._encode(place, slot.of(gradient), step) for place, slot in enumerate(self._layout.slots))
 
-    def encode_piece(self, gradient: Tensor, place: int, step: int) -> Payload:
-        """Encode slot `place` alone; the rest of the gradient is not read."""
-        corrected = self._correct(place, gradient)
+    def encode_slot(self, place: int, own: Tensor, step: int) -> Payload:
+        """Encode one slot.
+
+        Args:
+            place: Which of the slots.
+            own: Its gradient, in its shape.
+            step: The number of the step, from which the key is derived.
+
+        Raises:
+            NonFiniteError: There is a NaN or an Inf. This slot has not changed; those encoded before count as sent: go
+                back to the last checkpoint.
+            EncodeError: It cannot be encoded.
+        """
+        self._require_finite(place, own)
+        return self._encode(place, own, step)
+
+    def _encode(self, place: int, own: Tensor, step: int) -> Payload:
+        corrected = self._correct(place, own)
         key = derive(self._key, step, place)
         try:
             payload, self._states[place] = self._codec.encode(corrected, self._states[place], key)
@@ -87,19 +103,8 @@ class GradientEncoder:
             raise named(self._layout.slots[place], error) from error
         return payload
 
-    @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """Start and stop of each slot in the gradient."""
-        return tuple((slot.start, slot.stop) for slot in self._layout.slots)
-
-    @property
-    def pure(self) -> bool:
-        """Whether a payload depends on nothing but its slot, its place and the step: no memory, no clipping."""
-        return self._clip_norm is None and self._velocity is None and not any(self._states)
-
-    def _correct(self, place: int, gradient: Tensor) -> Tensor:
+    def _correct(self, place: int, own: Tensor) -> Tensor:
         slot = self._layout.slots[place]
-        own = slot.of(gradient)
         factor = 1.0
         if self._clip_norm is not None:
             norm = float(torch.linalg.vector_norm(own))
@@ -108,16 +113,11 @@ class GradientEncoder:
             return slot.of(self._velocity).mul_(self._momentum).add_(own, alpha=factor)
         return own if factor == 1.0 else own * factor
 
-    def _require_finite(self, gradient: Tensor) -> None:
+    def _require_finite(self, place: int, own: Tensor) -> None:
         try:
-            require_finite(gradient)
-        except NonFiniteError:
-            for slot in self._layout.slots:
-                try:
-                    require_finite(gradient[slot.start : slot.stop])
-                except NonFiniteError as error:
-                    raise named(slot, error) from None
-            raise
+            require_finite(own.reshape(-1))
+        except NonFiniteError as error:
+            raise named(self._layout.slots[place], error) from None
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all that it remembers: `velocity`, and `<slot>/<name>` of the codec's states."""

@@ -2,12 +2,13 @@
 
 The master weights are one flat vector that belongs to the caller and is moved in place. After
 a step, and after the caller has moved them by the result of a round, `released()` encodes them
-for the workers; `working_weights()` is what the workers then compute on.
+for the workers; `working_weights()` is what the workers then compute on. Where the work of the
+local server is divided, each has some of the tensors (`served`), and nothing else changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from weightgrad.codecs import Payload, decode, decode_add
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizers import FlatWeightUpdater, WeightUpdater
+from weightgrad.core.substep import MATCHED, Substep
 from weightgrad.core.vector_checks import require_flat, require_payloads, restored
 from weightgrad.errors import ProtocolError, StateError, StrategyError
 from weightgrad.kernels import derive
@@ -101,15 +103,17 @@ class LocalServer:
     """Master weights, optimizer, curvature, and the weights that are released to the workers.
 
     Args:
-        layout: Where the slots lie in the flat vectors.
-        weights: The master weights; moved in place.
+        layout: The slots of the model.
+        weights: The master weights of what is served, one slot after the other; moved in place.
         optimizer: A name with options, or anything else that can move the weights by a gradient.
         combine: "mean" takes one optimizer step with the mean gradient, "serial" one step for each gradient, in order.
         weight_encoder: How weights are encoded for the workers; None: they go as they are.
         ema: Decay of the moving average of the master weights; None for no average.
         serial_scale: Factor of the learning rate of a serial step; None is 1/n for n gradients, so that plain SGD
-            moves as far as with the mean.
+            moves as far as with the mean; "matched" changes momentum, betas and learning rate so that the n steps are
+            one mean step (`core/substep.py`).
         key: Parent of the keys of weight codecs that round at random.
+        served: Places of the slots that this server has; None: all. All vectors are of these slots alone.
 
     Raises:
         StrategyError: An argument is out of range.
@@ -124,14 +128,20 @@ class LocalServer:
         combine: str = "mean",
         weight_encoder: WeightEncoder | None = None,
         ema: float | None = None,
-        serial_scale: float | None = None,
+        serial_scale: float | str | None = None,
         key: int = 0,
+        served: Sequence[int] | None = None,
     ) -> None:
         if combine not in ("mean", "serial"):
             raise StrategyError(f"combine={combine!r}; choose 'mean' or 'serial'")
-        if serial_scale is not None and (combine != "serial" or not serial_scale > 0):
-            raise StrategyError(f"serial_scale={serial_scale!r} must be above 0, and is for combine='serial' only")
-        self._layout = layout
+        good = serial_scale in (None, MATCHED) or (isinstance(serial_scale, (int, float)) and serial_scale > 0)
+        if not good or (serial_scale is not None and combine != "serial"):
+            raise StrategyError(
+                f"serial_scale={serial_scale!r} must be above 0 or {MATCHED!r}, and is for combine='serial' only"
+            )
+        self._whole = layout
+        self._served = tuple(range(len(layout.slots)) if served is None else served)
+        self._layout = layout = layout.of_slots(self._served)
         self._weights = weights
         self._combine = combine
         self._serial_scale = serial_scale
@@ -143,7 +153,9 @@ class LocalServer:
         self._combiner = Combiner(layout, weights.device, room=self._gradient if combine == "mean" else None)
         self._average = None if ema is None else ParameterAverage(weights, ema)
         self._out = weight_encoder
-        self._states = [] if weight_encoder is None else weight_encoder.init(layout, weights.device)
+        self._states = (
+            [] if weight_encoder is None else weight_encoder.init(self._whole, weights.device, served=self._served)
+        )
         loss_aware = weight_encoder is not None and weight_encoder.loss_aware
         self._moment = torch.zeros_like(weights) if loss_aware else None
         self._moments = 0  # how many gradients the second moment has seen
@@ -167,23 +179,30 @@ class LocalServer:
             DecodeError: A payload cannot be decoded. A mean step has not happened; a serial one has happened for the
                 gradients before it.
         """
+        for substep in self.substeps(gradients):
+            self._updater.move(self._gradient, lr, substep)
+            self.moved()
+        return self.mean_gradient()
+
+    def substeps(self, gradients: Iterable[Sequence[Payload] | Tensor]) -> Iterator[Substep]:
+        """The optimizer steps that the workers' gradients make: one, or one for each with "serial".
+
+        For each of them `gradient` has been filled, and the caller steps with it and calls `moved`.
+
+        Yields:
+            How the options of the optimizer change for it.
+        """
         self._combiner.reset()
-        if self._combine == "serial":
-            self._serial(gradients, lr)
-            self._combiner.mean(out=self._gradient)
-        else:
+        if self._combine != "serial":
             self._combiner.add_all(gradients)
             self._combiner.mean(out=self._gradient)
-            self._apply(lr, 1.0)
-        if self._average is not None:
-            self._average.update(self._weights)
-        return self._gradient
-
-    def _serial(self, gradients: Iterable[Sequence[Payload] | Tensor], lr: float | None) -> None:
-        scale = self._serial_scale
-        if scale is None:
+            yield Substep()
+            return
+        count = 1
+        if self._serial_scale is None or self._serial_scale == MATCHED:
             gradients = list(gradients)
-            scale = 1 / max(1, len(gradients))
+            count = len(gradients)
+        substep = Substep.of(self._serial_scale, count)
         for gradient in gradients:
             if isinstance(gradient, Tensor):
                 require_flat(self._layout, gradient, "flat gradient")
@@ -191,19 +210,37 @@ class LocalServer:
             else:
                 decode_flat(self._layout, gradient, self._gradient)
             self._combiner.add_plain(self._gradient)
-            self._apply(lr, scale)
+            yield substep
 
-    def _apply(self, lr: float | None, scale: float) -> None:
+    @property
+    def gradient(self) -> Tensor:
+        """The flat gradient of the present substep."""
+        return self._gradient
+
+    def moved(self) -> None:
+        """The optimizer has stepped with `gradient`."""
         self._fresh = False
-        self._updater.move(self._gradient, lr, scale)
         if self._moment is not None and self._out is not None:
             beta2 = self._out.beta2
             self._moment.mul_(beta2).addcmul_(self._gradient, self._gradient, value=1 - beta2)
             self._moments += 1
 
+    def mean_gradient(self) -> Tensor:
+        """After the last substep: the mean gradient, in the memory of `gradient`."""
+        if self._combine == "serial":
+            self._combiner.mean(out=self._gradient)
+        if self._average is not None:
+            self._average.update(self._weights)
+        return self._gradient
+
     def master(self) -> Tensor:
         """The full-precision weights: the caller's own vector."""
         return self._weights
+
+    @property
+    def layout(self) -> Layout:
+        """The slots that are served, one after the other."""
+        return self._layout
 
     @property
     def weight_encoder(self) -> WeightEncoder | None:
@@ -233,7 +270,8 @@ class LocalServer:
         if self._out is None:
             return None
         key = derive(self._key, self._releases)
-        payloads = self._out.encode(self._layout, self._weights, self.curvature(), self._states, key)
+        curvature = self.curvature()
+        payloads = self._out.encode(self._whole, self._weights, curvature, self._states, key, served=self._served)
         self._releases += 1
         self._undecoded, self._fresh = payloads, True
         return payloads

@@ -1,76 +1,46 @@
-"""The step inside a site, written once for the simulator and the runtime.
+"""The step of a simulated site, whose workers live in one process.
 
     gradients of the workers -> encode -> exchange -> combine -> optimizer -> master weights -> weights for the workers
 
-`LocalStep` decides what a strategy means inside a site: who encodes what with which key, how encoded gradients become
-one step of the master weights (or, where sites share gradients, one mean), and which weights the workers compute on.
-It is pure: no clock, no socket, no process group. How gradients travel between workers is an `Exchange` that the
-caller passes in. In the runtime it is the process group of the site and each process has one worker; in the simulator
-all workers of a site live in one process and the exchange only counts bytes. Both take the same steps, bit for bit.
+`LocalStep` puts together what a strategy means inside a site: `GradientExchange` (who encodes what with which key, and
+how gradients meet) and `LocalServer` (one step of the master weights, and which weights the workers compute on). In a
+deployment the same two parts work around the user's own optimizer (`runtime/rank_step.py`). Both take the same steps,
+bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from weightgrad.codecs import Fp32, Payload
+from weightgrad.codecs import Payload
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizers import WeightUpdater
 from weightgrad.core.random_streams import SiteStream
 from weightgrad.core.strategies import Strategy
+from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.kernels import derive
-from weightgrad.local.allreduce import QuantizedAllreduce
-from weightgrad.local.gradient_encoder import GradientEncoder
+from weightgrad.local.gradient_exchange import Exchange, GradientExchange
 from weightgrad.local.local_server import Combiner, LocalServer
 from weightgrad.local.weight_encoder import WeightEncoder
 
-Gradient = Tensor | Sequence[Payload]
-"""A worker's gradient: the flat vector, or its payloads if it has been encoded already."""
-
-
-class Exchange(Protocol):
-    """How the gradients of a site's workers reach one another.
-
-    "Here" means in this process: one worker in the runtime, all of them in the simulator. What comes back is in the
-    order of the workers. Vectors are valid until the next one is taken, except those of `all_gather_vectors`.
-    """
-
-    @property
-    def size(self) -> int:
-        """Workers of the site."""
-
-    @property
-    def workers(self) -> Sequence[int]:
-        """The workers that are here."""
-
-    def all_gather(self, own: Iterable[Sequence[Payload]]) -> Iterable[Sequence[Payload]]:
-        """Every worker's payloads, from those of the workers here."""
-
-    def all_gather_vectors(self, own: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Every worker's vector, each in memory of its own."""
-
-    def mean(self, own: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Vectors whose mean is the mean of all workers' vectors: all of them, or the mean alone."""
-
-    def all_to_all(self, own: Sequence[Sequence[Payload]]) -> Sequence[Sequence[Payload]]:
-        """For each worker here, what all workers sent to it; payload i of a worker goes to worker i."""
-
 
 class LocalStep:
-    """What a strategy does inside a site, for the workers of one process.
+    """What a strategy does inside a site, for workers of one process.
 
     Args:
         layout: Where the parameters lie in the flat vectors.
-        weights: The master weights, the same in every process of the site. They are moved in place.
+        weights: The master weights. They are moved in place.
         strategy: The strategy of the run; what does not apply to a site of this size is left out.
         exchange: How gradients reach the other workers.
         optimizer: What moves the master weights, or the name and options to build it from. Not used where sites
             share gradients: then the global model's own optimizer takes the step.
         key: Parent of the keys of this site (`RunStream.LOCAL_STEP`).
         clip_norm: Largest norm of each tensor of a worker's gradient; None does not clip.
+        averaged: Whether gradients are averaged by something that knows no strategy, as FSDP2 does.
     """
 
     def __init__(
@@ -83,18 +53,15 @@ class LocalStep:
         optimizer: tuple[str, Mapping[str, Any]] | WeightUpdater,
         key: int,
         clip_norm: float | None = None,
+        averaged: bool = False,
     ) -> None:
-        self.strategy = strategy = strategy.inside(exchange.size)
-        self.gradient_codec = codec = strategy.wan_codec("gradients")
+        self.strategy = strategy = strategy.averaged() if averaged else strategy.inside(exchange.size)
+        clip_norm = None if averaged else clip_norm
+        self.gradients = GradientExchange(layout, strategy, exchange, key=key, clip_norm=clip_norm)
         self._exchange, self._weights = exchange, weights
-        self._combiner = Combiner(layout)
-        self._mean: Tensor | None = None  # of the allreduce, filled again at every step
+        self._layout = layout
         self.local_server: LocalServer | None = None
         """The master weights and their optimizer; None where sites share gradients."""
-        self.allreduce: list[QuantizedAllreduce] = []
-        """One for each worker here, if the strategy has encoded gradients meet in an allreduce."""
-        self.encoders: list[GradientEncoder] = []
-        """One for each worker here, if something happens to a gradient before it leaves its worker."""
         if strategy.shares == "updates":
             self.local_server = LocalServer(
                 layout,
@@ -105,21 +72,6 @@ class LocalStep:
                 serial_scale=strategy.serial_scale,
                 key=derive(key, SiteStream.WEIGHTS),
             )
-        if self.encodes and strategy.exchange == "allreduce" and exchange.size > 1:
-            self.allreduce = [
-                QuantizedAllreduce(exchange.size, layout.numel, codec, derive(key, SiteStream.ALLREDUCE, worker))
-                for worker in exchange.workers
-            ]
-        elif self.encodes or clip_norm is not None or strategy.correction:
-            keys = [derive(key, SiteStream.GRADIENTS, worker) for worker in exchange.workers]
-            self.encoders = [
-                GradientEncoder(layout, codec, own, clip_norm=clip_norm, momentum=strategy.correction) for own in keys
-            ]
-
-    @property
-    def encodes(self) -> bool:
-        """Whether gradients are quantized between the workers."""
-        return not isinstance(self.gradient_codec, Fp32)
 
     @property
     def releases_weights(self) -> bool:
@@ -133,7 +85,7 @@ class LocalStep:
 
     # -- gradients in -----------------------------------------------------------------------
 
-    def step(self, gradients: Iterable[Gradient], number: int, rate: float | None = None) -> Tensor | None:
+    def step(self, gradients: Iterable[Tensor], number: int, rate: float | None = None) -> Tensor | None:
         """Take one step of the site.
 
         Args:
@@ -149,34 +101,39 @@ class LocalStep:
         if self.local_server is not None:
             self.local_server.step(found, rate)
             return None
-        self._combiner.add_all(found)
-        return self._combiner.mean()
+        mean = torch.empty_like(self._weights)  # a new one: the caller keeps it until it is pushed
+        combiner = Combiner(self._layout, mean.device, room=mean)
+        combiner.add_all(found)
+        return combiner.mean(out=mean)
 
-    def encode(self, place: int, gradient: Gradient, number: int) -> Sequence[Payload]:
-        """The payloads of the gradient of worker `place` of those here; unchanged if it is encoded already."""
-        if not isinstance(gradient, Tensor):
-            return gradient
-        if self.allreduce:
-            return self.allreduce[place].encode_chunks(gradient, number)
-        return self.encoders[place].encode(gradient, number)
-
-    def _exchanged(self, gradients: Iterable[Gradient], number: int) -> Iterable[Gradient]:
+    def _exchanged(self, gradients: Iterable[Tensor], number: int) -> Iterable[Tensor | Sequence[Payload]]:
         """The site's gradients in the order of its workers, or their mean alone."""
-        encoded = (self.encode(place, gradient, number) for place, gradient in enumerate(gradients))
-        if self.allreduce:
-            return [self._allreduce_mean(list(encoded), number)]
-        if self.encoders:
-            return self._exchange.all_gather(encoded)
-        if self.strategy.combine == "serial":
-            return self._exchange.all_gather_vectors(_vectors(gradients))
-        return self._exchange.mean(_vectors(gradients))
+        own = self.gradients
+        if not own.encodes:
+            corrected = self._corrected(gradients, number) if own.corrects else gradients
+            if own.owners is None:
+                return self._exchange.mean(corrected)
+            vectors = own.whole_vectors(corrected)
+            # Serial steps move the weights, and all gradients are of the weights before.
+            return [vector.clone() for vector in vectors] if self.strategy.combine == "serial" else vectors
+        encoded = [
+            [own.encode(place, bucket, part.of(gradient), number) for bucket, part in enumerate(own.buckets)]
+            for place, gradient in enumerate(gradients)
+        ]
+        gathered = [
+            own.gather(bucket, [worker[bucket] for worker in encoded], number) for bucket in range(len(own.buckets))
+        ]
+        if own.rings:
+            means = [mean for mean in gathered if isinstance(mean, Tensor)]
+            return [torch.cat(means) if len(means) > 1 else means[0]]
+        return [[payload for bucket in gathered for payload in bucket[worker]] for worker in range(self._exchange.size)]
 
-    def _allreduce_mean(self, chunks: list[Sequence[Payload]], number: int) -> Tensor:
-        dealt = self._exchange.all_to_all(chunks)
-        reduced = [[ring.reduce(own, number)] for ring, own in zip(self.allreduce, dealt, strict=True)]
-        everyones = [payload for (payload,) in self._exchange.all_gather(reduced)]
-        self._mean = self.allreduce[0].gather(everyones, out=self._mean)  # whoever takes it copies it
-        return self._mean
+    def _corrected(self, gradients: Iterable[Tensor], number: int) -> Iterator[Tensor]:
+        for place, gradient in enumerate(gradients):
+            own = gradient.clone()
+            for bucket, part in enumerate(self.gradients.buckets):
+                self.gradients.correct(place, bucket, part.of(own), number)
+            yield own
 
     # -- weights out ------------------------------------------------------------------------
 
@@ -195,24 +152,13 @@ class LocalStep:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all it remembers beside the master weights."""
-        return {f"{name}.{key}": t for name, owner in self._owners() for key, t in owner.state().items()}
+        found = with_prefix("gradients.", self.gradients.state())
+        return found | (
+            with_prefix("local_server.", self.local_server.state()) if self.local_server is not None else {}
+        )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take back what `state` gave."""
-        for name, owner in self._owners():
-            prefix = f"{name}."
-            owner.load({key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)})
-
-    def _owners(self) -> Iterator[tuple[str, LocalServer | QuantizedAllreduce | GradientEncoder]]:
+        self.gradients.load(without_prefix("gradients.", saved))
         if self.local_server is not None:
-            yield "local_server", self.local_server
-        for worker, ring in zip(self._exchange.workers, self.allreduce, strict=False):
-            yield f"allreduce {worker}", ring
-        for worker, encoder in zip(self._exchange.workers, self.encoders, strict=False):
-            yield f"encoder {worker}", encoder
-
-
-def _vectors(gradients: Iterable[Gradient]) -> Iterator[Tensor]:
-    for gradient in gradients:
-        assert isinstance(gradient, Tensor), "a gradient that nobody encodes came encoded"
-        yield gradient
+            self.local_server.load(without_prefix("local_server.", saved))

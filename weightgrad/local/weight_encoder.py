@@ -93,40 +93,52 @@ class WeightEncoder:
         exempt = self.exempt_slots(layout)
         return [self.exempt_codec if place in exempt else self.codec for place in range(len(layout.slots))]
 
-    def init(self, layout: Layout, device: torch.device | str = "cpu") -> list[State]:
-        """New codec states, one per slot."""
-        likes = [torch.empty(slot.shape, device=device) for slot in layout.slots]
-        return [codec.init(like) for codec, like in zip(self.codecs(layout), likes, strict=True)]
+    def init(
+        self, layout: Layout, device: torch.device | str = "cpu", *, served: Sequence[int] | None = None
+    ) -> list[State]:
+        """New codec states, one per slot, or one for each slot that is `served`."""
+        codecs, places = self.codecs(layout), range(len(layout.slots)) if served is None else served
+        return [codecs[place].init(torch.empty(layout.slots[place].shape, device=device)) for place in places]
 
     def encode(
-        self, layout: Layout, weights: Tensor, curvature: Tensor | None, states: list[State], key: int
+        self,
+        layout: Layout,
+        weights: Tensor,
+        curvature: Tensor | None,
+        states: list[State],
+        key: int,
+        *,
+        served: Sequence[int] | None = None,
     ) -> tuple[Payload, ...]:
         """Encode the weights, one payload per slot.
 
         Args:
             layout: Where the slots lie.
-            weights: The flat weights.
+            weights: The flat weights; of the served slots alone, one after the other, if not all are served.
             curvature: D, flat; None is D = 1.
-            states: The codec states, one per slot; replaced in place.
+            states: The codec states, one for each payload; replaced in place.
             key: Parent of the keys of the slots.
+            served: Places of the slots to encode; None takes all. A slot's bits do not depend on the others.
 
         Raises:
             EncodeError: A slot cannot be encoded; the message names it.
         """
-        require_flat(layout, weights, "flat weights")
+        places = range(len(layout.slots)) if served is None else served
+        own_layout, codecs = layout.of_slots(places), self.codecs(layout)
+        require_flat(own_layout, weights, "flat weights")
         if curvature is not None:
-            require_flat(layout, curvature, "flat curvature")
+            require_flat(own_layout, curvature, "flat curvature")
         payloads = []
-        for place, (slot, codec) in enumerate(zip(layout.slots, self.codecs(layout), strict=True)):
-            own = derive(key, place)
+        for index, (place, slot) in enumerate(zip(places, own_layout.slots, strict=True)):
+            own, codec = derive(key, place), codecs[place]
             try:
                 if isinstance(codec, LossAware) and curvature is not None:
-                    payload, state = codec.encode(slot.of(weights), states[place], own, curvature=slot.of(curvature))
+                    payload, state = codec.encode(slot.of(weights), states[index], own, curvature=slot.of(curvature))
                 else:
-                    payload, state = codec.encode(slot.of(weights), states[place], own)
+                    payload, state = codec.encode(slot.of(weights), states[index], own)
             except EncodeError as error:
                 raise named(slot, error) from error
-            states[place] = state
+            states[index] = state
             payloads.append(payload)
         return tuple(payloads)
 

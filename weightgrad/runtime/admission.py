@@ -1,14 +1,15 @@
 """Admission: what a site and the global server tell each other first, and which sites the server admits.
 
-The site sends an AdmissionRequest: who it is, which model it has, which strategy it wants. The server replies with
-an AdmissionReply: the strategy, the seed and what else the site needs; or it refuses and says why. Both are JSON.
-The server checks certificates, names, model, strategy and optimizer here, before it reads any message.
+Rank 0 of a site sends an AdmissionRequest: who the site is, which model it has, which strategy it wants. The server
+replies with an AdmissionReply: the strategy, the seed, the order of the parameters, who serves which elements; or it
+refuses and says why. The other ranks of an admitted site then enter with a RankRequest. All of these are JSON. The
+server checks certificates, names, model, strategy and optimizer here, before it reads any message.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch import nn
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.strategies import Strategy
-from weightgrad.errors import CredentialsError, ProtocolError, RefusedError, StrategyError
-from weightgrad.runtime.flat_parameters import first_difference
+from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
 from weightgrad.runtime.security.credentials import Revoked
 from weightgrad.runtime.transport.transport import EntryRequest
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.versions import HANDSHAKE_VERSION
+
+_MAX_NUMEL = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -31,31 +34,46 @@ class AdmissionRequest:
 
     Attributes:
         site: the name of the site.
-        layout: name and shape of every parameter, in order.
-        digest: digest of the weights that the site has now.
+        layout: name and shape of every parameter, in the site's own order.
         version: version of the site's global model; -1 if it has never been admitted.
+        epoch: identifies the processes of the site that were started together.
         samples: how many samples the site looks at in a step, which weighs its updates.
         workers: how many ranks the site has.
         strategy: the strategy that the training script asks for; None takes the server's.
         optimizer: the optimizer, where sites share gradients.
         kernels: which kernels the site runs, for logs.
+        frozen: by name, the digests of parameters that take no part and must be the same at all sites.
         protocol: version of this exchange.
     """
 
     site: str
     layout: list[tuple[str, list[int]]]
-    digest: str
     version: int
+    epoch: int = 0
     samples: int = 1
     workers: int = 1
     strategy: dict[str, Any] | None = None
     optimizer: dict[str, Any] | None = None
     kernels: str = ""
+    frozen: dict[str, str] = field(default_factory=dict)
     protocol: int = HANDSHAKE_VERSION
 
     def pack(self) -> bytes:
         """Encode as JSON."""
         return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """A process of the global server.
+
+    Attributes:
+        address: HOST:PORT; ":PORT" is a port of the host that the site knows, and "" the address that it knows.
+        spans: the intervals of the index space that it serves; empty before there is a model.
+    """
+
+    address: str
+    spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -67,8 +85,9 @@ class AdmissionReply:
         seed: the seed of the run.
         number: the number of the site, from which its random keys are derived.
         sites: the names of all sites.
+        layout: the names of the parameters in the order of the index space.
+        servers: who serves what: the address of each server process and its intervals.
         init_model: whether the site must send its weights, which become the first global model.
-        same_start: whether the site's weights equal the first global model.
         clip_norm: the norm to which gradients are clipped, if they are.
         facts: what the recipe says about the site's link.
         protocol: version of this exchange.
@@ -78,10 +97,29 @@ class AdmissionReply:
     seed: int
     number: int
     sites: list[str]
+    layout: list[str]
+    servers: list[tuple[str, list[tuple[int, int]]]]
     init_model: bool
-    same_start: bool
     clip_norm: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    protocol: int = HANDSHAKE_VERSION
+
+    def pack(self) -> bytes:
+        """Encode as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def served(self) -> tuple[Intervals, ...]:
+        """What each server process serves."""
+        return tuple(Intervals.of((start, stop) for start, stop in spans) for _, spans in self.servers)
+
+
+@dataclass(frozen=True)
+class RankRequest:
+    """What a rank other than 0 says to a server process, or rank 0 to one other than the first."""
+
+    site: str
+    rank: int
     protocol: int = HANDSHAKE_VERSION
 
     def pack(self) -> bytes:
@@ -99,12 +137,27 @@ def parse_request(data: bytes) -> AdmissionRequest:
     try:
         layout = [(str(name), [int(side) for side in shape]) for name, shape in found.pop("layout")]
         request = AdmissionRequest(**{**found, "layout": layout})
-        valid = all(side >= 0 for _, shape in layout for side in shape) and isinstance(request.version, int)
+        sides = [side for _, shape in layout for side in shape]
+        counts = (request.version, request.epoch, request.samples, request.workers)
+        valid = all(side >= 0 for side in sides) and all(isinstance(count, int) for count in counts)
+        valid = valid and request.workers >= 1 and isinstance(request.frozen, dict)
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"an admission request that cannot be read ({error!r})") from error
     if not valid or not (request.strategy is None or isinstance(request.strategy, dict)):
-        raise ProtocolError("an admission request with an invalid shape, strategy or version")
+        raise ProtocolError("an admission request with an invalid shape, strategy, version or number of workers")
     return request
+
+
+def parse_rank_request(data: bytes) -> RankRequest:
+    """Decode the request of a rank.
+
+    Raises:
+        ProtocolError: the bytes are not a request.
+    """
+    try:
+        return RankRequest(**_parse_fields(data, RankRequest, "the request of a rank"))
+    except TypeError as error:
+        raise ProtocolError(f"the request of a rank that cannot be read ({error!r})") from error
 
 
 def parse_reply(data: bytes) -> AdmissionReply:
@@ -116,7 +169,9 @@ def parse_reply(data: bytes) -> AdmissionReply:
     return AdmissionReply(**_parse_fields(data, AdmissionReply, "an admission reply"))
 
 
-def _parse_fields(data: bytes, kind: type[AdmissionRequest | AdmissionReply], what: str) -> dict[str, Any]:
+def _parse_fields(
+    data: bytes, kind: type[AdmissionRequest | AdmissionReply | RankRequest], what: str
+) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except ValueError as error:
@@ -174,7 +229,9 @@ class Admission:
     Attributes:
         initializer: the site whose weights become the first global model.
         initialized: whether there is a global model.
+        servers: the processes of the server.
         version: returns the version of the global model; None before there is one.
+        on_first: called when a site was admitted that will send the first weights.
     """
 
     def __init__(
@@ -183,11 +240,14 @@ class Admission:
         self._run_config, self._secure, self._revoked, self._on_refused = run_config, secure, revoked, on_refused
         self.layout: Layout | None = None
         self.strategy: Strategy | None = None
-        self.digest: str | None = None
         self.initializer: str | None = None
         self.optimizer: dict[str, Any] | None = None
         self.initialized = False
+        self.servers: list[ServedBy] = [ServedBy("", [])]
         self.version: Callable[[], int | None] = lambda: None
+        self.on_first: Callable[[], None] = lambda: None
+        self._frozen: dict[str, tuple[str, str]] = {}  # digests of frozen parameters, and who has them
+        self._workers: dict[str, int] = {}  # ranks of the sites that were admitted
 
     def check_peer(self, entry: EntryRequest) -> None:
         """Check that the site belongs to the run and that its certificate is its own and not revoked.
@@ -216,15 +276,18 @@ class Admission:
             )
 
     def enter(self, entry: EntryRequest) -> bytes:
-        """Admit a site and return the encoded reply.
+        """Admit a site, or a further rank of one, and return the encoded reply.
 
         Raises:
             RefusedError: model, strategy, optimizer or version do not fit the run.
             CredentialsError: the certificate is another site's, or revoked.
             ProtocolError: the request cannot be read.
+            LinkError: rank 0 of the site has not entered yet; the rank is to try again.
         """
         self.check_peer(entry)
         try:
+            if entry.rank:
+                return self._enter_rank(entry)
             request = parse_request(entry.request)
         except ProtocolError:
             self._on_refused("another protocol")
@@ -232,64 +295,109 @@ class Admission:
         if request.site != entry.site:
             self._on_refused("another site's name")
             raise RefusedError(f"the request is of {request.site!r}, the connection of {entry.site!r}")
+        return self._enter_site(request).pack()
+
+    def _enter_rank(self, entry: EntryRequest) -> bytes:
+        parse_rank_request(entry.request)
+        if entry.site not in self._workers:
+            raise LinkError(f"rank 0 of {entry.site} has not entered; {entry.peer} is to try again")
+        if entry.rank >= self._workers[entry.site]:
+            self._on_refused("a rank too many")
+            raise RefusedError(f"{entry.site} has {self._workers[entry.site]} ranks, and {entry.peer} wants to enter")
+        return rank_reply(init_model=not self.initialized and self.initializer == entry.site)
+
+    def _enter_site(self, request: AdmissionRequest) -> AdmissionReply:
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in request.layout)
         self._check_model(request, layout)
-        strategy = self._run_config.fit(layout.numel)
+        known = self.layout if self.layout is not None else layout
+        strategy = self._run_config.fit(known.numel)
         if request.strategy is not None and (found := strategy_difference(request.strategy, strategy.to_dict())):
             self._on_refused("another strategy")
             raise RefusedError(f"{request.site} asks for another strategy: {found} on the server; make them the same")
-        if (version := self.version()) is not None and request.version > version:
+        version = self.version()
+        if version is None and request.version > 0:
+            self._on_refused("a later global model")
+            raise RefusedError(
+                f"{request.site} has global model version {request.version} and the server none: it was started "
+                "without its state. Start it with that, or begin the run anew with empty states"
+            )
+        if version is not None and request.version > version:
             self._on_refused("a later global model")
             raise RefusedError(
                 f"{request.site} has global model version {request.version}, the server only {version}: the server was "
                 "restored from an older checkpoint, or started without its own. Restore the site's checkpoint of that "
                 "time as well, or remove it to begin from the server's global model"
             )
-        optimizer = self._check_optimizer(request, layout, strategy)
-        if self.layout is None:
-            self.layout, self.strategy = layout, strategy
-            self.digest, self.initializer, self.optimizer = request.digest, request.site, optimizer
-        elif self._may_initialize(request):
-            self.digest, self.optimizer = request.digest, optimizer  # it entered again before it sent its weights
+        optimizer = self._check_optimizer(request, layout, known, strategy)
+        self._check_frozen(request)
+        self._workers[request.site] = request.workers
+        if self.layout is None or self._may_initialize(request):  # also if it enters again before it sent its weights
+            self.layout, self.strategy = known, strategy
+            self.initializer, self.optimizer = request.site, optimizer
+            self.on_first()
         return AdmissionReply(
             strategy=strategy.to_dict(),
             seed=self._run_config.seed,
             number=self._run_config.sites.index(request.site),
             sites=list(self._run_config.sites),
+            layout=[slot.name for slot in known.slots],
+            servers=[(one.address, one.spans) for one in self.servers],
             init_model=self._may_initialize(request),
-            same_start=request.digest == self.digest,
             clip_norm=self._run_config.clip_norm,
             facts={"bit_s": self._run_config.bit_s.get(request.site)},
-        ).pack()
+        )
 
     def lost(self, site: str) -> None:
         """Note that a site is gone: if it was to send the first global model, the next site to enter does so."""
         if not self.initialized and self.initializer == site:
-            self.layout = self.strategy = self.initializer = self.digest = self.optimizer = None
+            self.layout = self.strategy = self.initializer = self.optimizer = None
+            self._frozen = {}
 
     def _check_model(self, request: AdmissionRequest, layout: Layout) -> None:
-        if self.layout is None:
-            return
-        theirs = [(slot.name, slot.shape) for slot in self.layout.slots]
-        if (found := first_difference(layout, theirs)) is not None:
+        if len({slot.name for slot in layout.slots}) < len(layout.slots) or not 0 < layout.numel < _MAX_NUMEL:
+            self._on_refused("another model")
+            raise RefusedError(
+                f"the model of {request.site} has {layout.numel} elements, or two parameters of one name"
+            )
+        if self.layout is not None and (found := first_difference(layout, self.layout)) is not None:
             self._on_refused("another model")
             raise RefusedError(f"the model of {request.site} is not the one that is being trained: {found}")
 
-    def _check_optimizer(self, request: AdmissionRequest, layout: Layout, strategy: Strategy) -> dict[str, Any] | None:
+    def _check_frozen(self, request: AdmissionRequest) -> None:
+        """Compare parameters that take no part. A server that was restarted takes the word of the next site."""
+        for name, digest in request.frozen.items():
+            theirs, first = self._frozen.get(name, (digest, ""))
+            if theirs != digest and first != request.site:
+                self._on_refused("other frozen parameters")
+                raise RefusedError(
+                    f"{name} is frozen, and {request.site} has other values in it than {first}: it does not travel, so "
+                    'load the same weights at every site. To allow it, say prepare(frozen="local")'
+                )
+        self._frozen |= {name: (digest, request.site) for name, digest in request.frozen.items()}
+
+    def _check_optimizer(
+        self, request: AdmissionRequest, layout: Layout, known: Layout, strategy: Strategy
+    ) -> dict[str, Any] | None:
         """Return the optimizer that replicas step with, as the strategy changes it; None where updates are shared."""
         if strategy.shares != "gradients":
             return None
         if request.optimizer is None:
             self._on_refused("another optimizer")
-            raise RefusedError(f"{strategy.name} shares gradients: the site must describe its optimizer")
+            raise RefusedError(
+                f"{strategy.name} shares gradients, which one optimizer steps with, and {request.site} has described "
+                "none: a model cut by layers has one on each rank, or its options cannot be told. Take a strategy that "
+                "shares updates, such as weightgrad or diloco"
+            )
         try:
-            spec = OptimizerSpec.parse(request.optimizer).changed(strategy.optimizer_with)
-            spec.build([nn.Parameter(torch.empty(0)) for _ in layout.slots])
+            order = {slot.name: index for index, slot in enumerate(known.slots)}
+            spec = OptimizerSpec.parse(request.optimizer).reordered([order[slot.name] for slot in layout.slots])
+            spec = spec.changed(strategy.optimizer_with)
+            spec.build(_without_memory(known, spec))
         except StrategyError as error:
             self._on_refused("another optimizer")
             raise RefusedError(f"the optimizer of {request.site} cannot be made on the server: {error}") from error
-        known = None if self.optimizer is None else OptimizerSpec.parse(self.optimizer)
-        if known is not None and (found := spec.difference(known)) and not self._may_initialize(request):
+        theirs = None if self.optimizer is None else OptimizerSpec.parse(self.optimizer)
+        if theirs is not None and (found := spec.difference(theirs)) and not self._may_initialize(request):
             self._on_refused("another optimizer")
             raise RefusedError(
                 f"{request.site} has another optimizer: {found}; {strategy.name} shares gradients, so all sites must "
@@ -299,3 +407,46 @@ class Admission:
 
     def _may_initialize(self, request: AdmissionRequest) -> bool:
         return not self.initialized and self.initializer == request.site
+
+
+def _without_memory(layout: Layout, spec: OptimizerSpec) -> dict[int, nn.Parameter]:
+    """Parameters to try an optimizer on: of the right shapes where it looks at shapes, and without memory."""
+    shapes = [slot.shape if spec.needs_whole_tensors else (0,) for slot in layout.slots]
+    return {index: nn.Parameter(torch.empty(1).expand(shape or (1,))) for index, shape in enumerate(shapes)}
+
+
+def rank_reply(*, init_model: bool) -> bytes:
+    """The reply to a rank: whether it must send its weights for the first global model."""
+    return json.dumps({"init_model": init_model}).encode()
+
+
+def rank_sends_model(reply: bytes) -> bool:
+    """What a `rank_reply` says."""
+    return bool(json.loads(reply).get("init_model"))
+
+
+def first_difference(mine: Layout, theirs: Layout) -> str | None:
+    """The first parameter in which two models differ, whatever the order, in words; None if they are alike."""
+    own = {slot.name: slot.shape for slot in mine.slots}
+    other = {slot.name: slot.shape for slot in theirs.slots}
+    for slot in mine.slots:
+        if slot.name not in other:
+            return f"it has a parameter {slot.name} {list(slot.shape)}, which the others lack"
+        if other[slot.name] != slot.shape:
+            return f"{slot.name} is {list(slot.shape)}, the others have {list(other[slot.name])}"
+    for slot in theirs.slots:
+        if slot.name not in own:
+            return f"it lacks the parameter {slot.name} {list(slot.shape)}"
+    return None
+
+
+def in_order(layout: Layout, names: Sequence[str]) -> Layout:
+    """The same parameters in another order.
+
+    Raises:
+        ProtocolError: the names are those of another model.
+    """
+    shapes = {slot.name: slot.shape for slot in layout.slots}
+    if sorted(shapes) != sorted(names):
+        raise ProtocolError("the server has parameters of other names than this site; run the same release everywhere")
+    return Layout.of_shapes((name, shapes[name]) for name in names)

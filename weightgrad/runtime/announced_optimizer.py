@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizers import base_rates_of, rates_of
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 
@@ -30,8 +32,8 @@ class AnnouncedOptimizer:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        """The learning rate of the first group; 1 if the optimizer has none."""
+        return rates_of(self._optimizer)[0]
 
     def spec(self, strategy: Strategy | None) -> OptimizerSpec | None:
         """What to announce; None where nobody else needs it.
@@ -71,10 +73,36 @@ class AnnouncedOptimizer:
                     group[name] = value
         self._announced = self._options() if strategy.shares == "gradients" else []
 
+    def begin_anew(self, *, say: bool) -> None:
+        """Forget what the optimizer remembers of earlier training: the other replicas begin without it.
+
+        Args:
+            say: Whether to log it.
+        """
+        state = self._optimizer.state
+        if not any(float(one.get("step", 1)) for one in state.values() if one):
+            return
+        if say:
+            log.warning(
+                "%s begins without the state that it had before prepare(): where gradients are shared, all replicas "
+                "must begin alike. A site goes on with its optimizer from the state directory of join()",
+                type(self._optimizer).__name__,
+            )
+        state.clear()
+        if isinstance(self._optimizer, torch.optim.Adagrad):  # which has a state before its first step
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    total = torch.full_like(parameter.detach(), group["initial_accumulator_value"])
+                    state[parameter] = {"step": torch.tensor(0.0), "sum": total}
+
     def _options(self) -> list[dict[str, Any]]:
         known = self._optimizer.defaults
         options = [{k: v for k, v in group.items() if k in known} for group in self._optimizer.param_groups]
-        return [{**group, "lr": float(group["lr"]) / self.rate if self.rate else 1.0} for group in options]
+        rates = base_rates_of(self._optimizer)
+        ratios = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
+        return [
+            {**group, "lr": ratio} if "lr" in group else group for group, ratio in zip(options, ratios, strict=True)
+        ]
 
     def check(self) -> None:
         """Compare the optimizer with what was announced.

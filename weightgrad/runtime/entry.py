@@ -1,60 +1,83 @@
-"""How a site enters a run: rank 0 asks the global server, and every rank hears the reply."""
+"""How a site enters a run: rank 0 asks the global server, every rank hears the reply, and every rank connects."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-
-from torch import Tensor
+from dataclasses import replace
 
 from weightgrad import kernels
+from weightgrad.core.layout import Layout
+from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import RefusedError, WeightGradError
 from weightgrad.event_log import EventLog
-from weightgrad.runtime import checkpoint
+from weightgrad.runtime import health
 from weightgrad.runtime.admission import AdmissionReply, AdmissionRequest, parse_reply
-from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
-from weightgrad.runtime.flat_parameters import FlatParameters, digest
 from weightgrad.runtime.join_options import JoinOptions
+from weightgrad.runtime.link_monitor import LinkMonitor
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.rank_connection import RankConnection, ServerLink, enter, rank_request
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem, diagnose
-from weightgrad.runtime.server_connection import ServerConnection
+from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.grpc_client import GrpcClient
+from weightgrad.runtime.transport.grpc_settings import channel_options
+from weightgrad.runtime.transport.process_channels import ProcessChannels
+from weightgrad.wire.intervals import Intervals
 
 _ADMITTED = b"+"
-_MIN_MESSAGE_BYTES = 1 << 30
-_MESSAGE_BYTES_A_PARAMETER = 64
-_MORE_BUFFERED_BYTES = 64 << 20
+_MAX_MESSAGE = 256 << 20
+_LEAST_BUFFERED = 256 << 20
 
 
 class Entry:
-    """A site's entry into a run. On rank 0 it leaves the connection to the server and the site's event log."""
+    """A site's entry into a run, on one rank.
+
+    Attributes:
+        telemetry: what this rank reports.
+        events: the site's event log, on rank 0 of a site with a state directory.
+        connection: this rank's connections, once `connect` has made them.
+    """
 
     def __init__(self, options: JoinOptions, group: SiteGroup) -> None:
         self._options, self._group = options, group
-        self._client: GrpcClient | None = None
-        self.connection: ServerConnection | None = None
+        self._epoch = group.number_from_first(secrets.randbits(31))
+        self._incarnation = secrets.randbits(63)
+        self._request: AdmissionRequest | None = None
+        self._coordinator_client: GrpcClient | None = None
         self.events: EventLog | None = None
+        self.connection: RankConnection | None = None
+        if group.first and options.state is not None:
+            options.state.mkdir(parents=True, exist_ok=True)
+            self.events = EventLog(options.state / "events.jsonl", append=True)
+        self.telemetry = SiteTelemetry(options.site, self.events)
+        self._metrics_page: health.HealthServer | None = None
+        self.status: Callable[[], dict[str, object]] = lambda: self.telemetry.status(None)
+        if group.first and options.metrics is not None:
+            self._metrics_page = health.serve(options.metrics, self.telemetry.metrics, lambda: self.status())
 
-    def enter(
+    def ask(
         self,
-        flat_parameters: FlatParameters,
-        weights: Tensor,
-        optimizer: AnnouncedOptimizer,
+        layout: Layout,
+        spec: OptimizerSpec | None,
         strategy: Strategy | None,
         samples: int,
+        version: int,
+        frozen: Mapping[str, str] | None = None,
     ) -> AdmissionReply:
-        """Ask the global server to be admitted.
+        """Ask the global server to be admitted; called on every rank.
 
         Args:
-            flat_parameters: The parameters to be trained.
-            weights: Their values, flat.
-            optimizer: The user's optimizer.
+            layout: The parameters to be trained, in this site's order.
+            spec: The user's optimizer, where sites share gradients.
             strategy: The strategy that the user asked for; None takes the server's.
             samples: How much the site's updates weigh.
+            version: The version of the site's global model; -1 without one.
+            frozen: The digests of parameters that take no part, which must be the same at all sites.
 
         Returns:
-            The server's reply, on every rank.
+            The server's reply.
 
         Raises:
             RefusedError: The server did not admit the site; on ranks other than 0, rank 0 failed for any reason.
@@ -62,8 +85,21 @@ class Entry:
         """
         told = b""
         if self._group.first:
+            self._request = AdmissionRequest(
+                site=self._options.site,
+                layout=[(slot.name, list(slot.shape)) for slot in layout.slots],
+                version=version,
+                epoch=self._epoch,
+                samples=samples,
+                workers=self._group.size,
+                strategy=strategy.to_dict() if strategy is not None else None,
+                optimizer=spec.dump() if spec is not None else None,
+                kernels=str(kernels.status()),
+                frozen=dict(frozen or {}),
+            )
             try:
-                told = _ADMITTED + self._ask(flat_parameters, weights, optimizer, strategy, samples).pack()
+                self._coordinator_client = self._client(self._options.address, layout.numel)
+                told = _ADMITTED + self._admitted(timeout=self._options.timeout)
             except WeightGradError as error:
                 self._group.bytes_from_first(f"-{error}".encode())
                 raise
@@ -72,56 +108,89 @@ class Entry:
             raise RefusedError(f"rank 0 of this site could not join: {told[1:].decode()}")
         return parse_reply(told[1:])
 
-    def _ask(
-        self,
-        flat_parameters: FlatParameters,
-        weights: Tensor,
-        optimizer: AnnouncedOptimizer,
-        strategy: Strategy | None,
-        samples: int,
-    ) -> AdmissionReply:
-        options, layout = self._options, flat_parameters.layout
-        self._client = self._connect(layout.numel)
-        before = checkpoint.newest(options.state, "rank-0") if options.state is not None else None
-        spec = optimizer.spec(strategy)
-        request = AdmissionRequest(
-            site=options.site,
-            layout=[(slot.name, list(slot.shape)) for slot in layout.slots],
-            digest=digest(weights),
-            version=-1 if before is None else int(before.facts["version"]),
-            samples=samples,
-            workers=self._group.size,
-            strategy=strategy.to_dict() if strategy is not None else None,
-            optimizer=spec.dump() if spec is not None else None,
-            kernels=str(kernels.status()),
+    def _admitted(self, *, timeout: float) -> bytes:
+        assert self._request is not None
+        assert self._coordinator_client is not None
+        return enter(self._coordinator_client, self._request.pack(), timeout=timeout, diagnose=self._why_not)
+
+    def connect(self, reply: AdmissionReply, holdings: Sequence[Intervals]) -> RankConnection:
+        """Connect to every server process that serves what this rank holds; called on every rank.
+
+        Args:
+            reply: The server's reply.
+            holdings: What each rank of the site holds.
+
+        Raises:
+            RefusedError: A server process did not admit this rank.
+            LinkError: A server process could not be reached.
+        """
+        links: dict[int, ServerLink] = {}
+        held, speakers = holdings[self._group.rank], []
+        request = rank_request(self._options.site, self._group.rank)
+        for number, ((address, _), serves) in enumerate(zip(reply.servers, reply.served, strict=True)):
+            speakers.append(sum(bool(one & serves) for one in holdings))
+            served = serves & held
+            coordinates = number == 0 and self._group.first
+            if not served and not coordinates:
+                continue
+            client = self._coordinator_client if coordinates else None
+            if client is None:
+                client = self._client(self._address(address), held.numel)
+                enter(client, request, timeout=self._options.timeout)
+            client.start()
+            links[number] = ServerLink(client, served, request)
+        self.connection = RankConnection(
+            self._options.site, self._group.rank, speakers, self._epoch, held, links, self.telemetry
         )
-        if options.state is not None:
-            options.state.mkdir(parents=True, exist_ok=True)
-            self.events = EventLog(options.state / "events.jsonl", append=True)
-        self.connection = ServerConnection(self._client, request, self.events, self._why_not, metrics=options.metrics)
-        return self.connection.enter(timeout=options.timeout)
+        if self._group.first:
+            self.connection.watch = LinkMonitor(self._options.site, reply.facts.get("bit_s"))
+        return self.connection
+
+    def enter_again(self, version: int) -> AdmissionReply:
+        """Enter on rank 0 after the coordinator of the server was restarted; waits for it as long as it takes."""
+        assert self._request is not None
+        assert self._coordinator_client is not None
+        self._request = replace(self._request, version=version)
+        reply = parse_reply(self._admitted(timeout=24 * 3600.0))
+        self._coordinator_client.start()
+        return reply
 
     def hang_up(self) -> None:
-        """Close the connection and the event log, whether the server has admitted the site or not."""
+        """Close the connections and the event log, whether the server has admitted the site or not."""
         if self.connection is not None:
-            with suppress(WeightGradError):  # there is no session to close if the site was never admitted
-                self.connection.close()
-        if self._client is not None:
-            self._client.close(0.0)
+            with suppress(WeightGradError):
+                self.connection.hang_up()
+        if self._coordinator_client is not None:
+            self._coordinator_client.close(0.0)
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving metrics, and close the event log."""
+        page, self._metrics_page = self._metrics_page, None
+        if page is not None:
+            page.stop()
         if self.events is not None:
             self.events.close()
 
-    def _connect(self, numel: int) -> GrpcClient:
+    def _address(self, address: str) -> str:
+        known = self._options.address
+        if not address:
+            return known
+        return known.rpartition(":")[0] + address if address.startswith(":") else address
+
+    def _client(self, address: str, numel: int) -> GrpcClient:
         options = self._options
-        largest = max(_MIN_MESSAGE_BYTES, _MESSAGE_BYTES_A_PARAMETER * numel)
+        channels = ProcessChannels(
+            address, credentials=options.credentials, options=channel_options(streams=options.streams)
+        )
         return GrpcClient(
-            options.address,
+            channels,
             site=options.site,
-            incarnation=secrets.randbits(63),
-            credentials=options.credentials.for_client() if options.credentials is not None else None,
-            streams=options.streams,
-            max_message=largest,
-            max_buffered=largest + _MORE_BUFFERED_BYTES,
+            rank=self._group.rank,
+            incarnation=self._incarnation,
+            max_message=_MAX_MESSAGE,
+            max_buffered=max(_LEAST_BUFFERED, 5 * numel) + _MAX_MESSAGE,
+            announces_end=options.state is None,  # with a checkpoint it can come back, and is worth waiting for
         )
 
     def _why_not(self) -> TlsProblem | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from weightgrad.errors import LinkError, StrategyError
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.security.tls_check import is_loopback, split
-from weightgrad.wire import encoded_snapshot
+from weightgrad.wire import messages
 
 log = logging.getLogger("weightgrad")
 
@@ -58,4 +58,4 @@ def check_download_codec(spec: str | None) -> None:
         SpecError: It is no codec, or one that keeps a memory from one tensor to the next.
     """
     if spec is not None:
-        encoded_snapshot.codec_of(spec)
+        messages.check_download_codec(spec)

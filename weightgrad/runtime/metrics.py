@@ -19,8 +19,8 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric, generate_latest
 
 import weightgrad
-from weightgrad.core.site_state import SiteState
-from weightgrad.runtime.transport.transport import Traffic
+from weightgrad.core.site_coordinator import SiteCoordinator
+from weightgrad.runtime.transport.transport import Peer, Traffic
 
 _ROUND_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 _CHECKPOINT_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -133,9 +133,12 @@ class ServerMetrics(MetricSet):
         for site in self._sites_waited_for:
             self.waiting_for.labels(site=site).set(site in sites)
 
-    def sockets(self, counts: Mapping[str, Traffic]) -> None:
-        """Note the bytes on the sockets of each site, as the server counts them."""
-        for site, count in counts.items():
+    def sockets(self, counts: Mapping[Peer, Traffic]) -> None:
+        """Note the bytes on the sockets of each peer, as the server counts them, summed over the ranks of a site."""
+        by_site: dict[str, Traffic] = {}
+        for peer, count in counts.items():
+            by_site[peer.site] = by_site.get(peer.site, Traffic()) + count
+        for site, count in by_site.items():
             self.socket_bytes.labels(site=site, direction="up").set(count.received)
             self.socket_bytes.labels(site=site, direction="down").set(count.sent)
 
@@ -179,22 +182,23 @@ class SiteMetrics(MetricSet):
             metric.labels(site=site)  # they are exposed from the beginning, as 0
         self.waiting_seconds_total.labels(site=site)
 
-    def update(self, state: SiteState) -> None:
-        """Note where training stands; called once a step."""
+    def update(self, state: SiteCoordinator) -> None:
+        """Note where training stands; called when something is decided."""
         now = self._clock()
-        self._steps.append((now, state.step))
+        self._steps.append((now, state.progress.step))
         while len(self._steps) > 2 and self._steps[0][0] < now - _RATE_WINDOW_S:
             self._steps.popleft()
         (began, first), (ended, last) = self._steps[0], self._steps[-1]
-        self.step.labels(site=self.site).set(state.step)
+        self.step.labels(site=self.site).set(state.progress.step)
         self.steps_per_second.labels(site=self.site).set((last - first) / (ended - began) if ended > began else 0.0)
-        self.local_model_version.labels(site=self.site).set(state.global_model.version)
-        if state.schedule is not None:
-            self.schedule_every_steps.labels(site=self.site).set(state.schedule.every)
-            self.schedule_overlap_steps.labels(site=self.site).set(state.schedule.overlap)
-            self._codecs.add(state.schedule.up)
+        self.local_model_version.labels(site=self.site).set(state.version)
+        schedule = state.schedule.current
+        if schedule is not None:
+            self.schedule_every_steps.labels(site=self.site).set(schedule.every)
+            self.schedule_overlap_steps.labels(site=self.site).set(schedule.overlap)
+            self._codecs.add(schedule.up)
             for codec in self._codecs:
-                self.schedule_codec.labels(site=self.site, codec=codec).set(codec == state.schedule.up)
+                self.schedule_codec.labels(site=self.site, codec=codec).set(codec == schedule.up)
 
     def traffic(self, *, sent: int = 0, received: int = 0) -> None:
         """Count the bytes of messages."""

@@ -1,4 +1,7 @@
-"""Encoded gradients between the ranks of a site: payloads become frames, frames travel by the process group."""
+"""Gradients and weights between the ranks of a site: payloads become frames, frames travel by the process group.
+
+What is not encoded travels as it lies in memory, without frames.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from weightgrad import wire
 from weightgrad.codecs import Payload
+from weightgrad.local.gradient_exchange import ServedPart
 from weightgrad.runtime.process_group import SiteGroup
 
 
@@ -28,16 +32,10 @@ class PayloadExchange:
         """This rank alone."""
         return (self._group.rank,)
 
-    def all_gather(self, own: Iterable[Sequence[Payload]]) -> list[Sequence[Payload]]:
+    def all_gather(self, own: Sequence[Sequence[Payload]]) -> list[Sequence[Payload]]:
         """Every rank's payloads."""
         (payloads,) = own
-        return [from_frames(blob) for blob in self._group.exchange(to_frames(payloads))]
-
-    def all_gather_vectors(self, own: Iterable[Tensor]) -> list[Tensor]:
-        """Every rank's vector; the copies are aligned as float32 must be."""
-        (vector,) = own
-        blobs = self._group.exchange(vector.view(torch.uint8))
-        return [blob.clone().view(torch.float32) for blob in blobs]
+        return [from_frames(blob) for blob in self._group.deal([to_frames(payloads)] * self.size)]
 
     def mean(self, own: Iterable[Tensor]) -> list[Tensor]:
         """The mean of all ranks' vectors."""
@@ -50,11 +48,49 @@ class PayloadExchange:
         blobs = self._group.deal([to_frames([payload]) for payload in payloads])
         return [[from_frames(blob)[0] for blob in blobs]]
 
+    def to_servers(self, own: Sequence[Sequence[Payload]], owners: Sequence[int]) -> list[Sequence[Payload]]:
+        """From every rank, the payloads that this one serves."""
+        (payloads,) = own
+        blobs = [
+            to_frames([payload for payload, owner in zip(payloads, owners, strict=True) if owner == rank])
+            for rank in range(self.size)
+        ]
+        return [from_frames(blob) for blob in self._group.deal(blobs)]
+
+    def vectors_to_servers(self, own: Iterable[Tensor], parts: Sequence[ServedPart]) -> list[Tensor]:
+        """From every rank, the elements that this one serves."""
+        (vector,) = own
+        blobs = [
+            _joined([vector[part.start : part.stop] for part in parts if part.owner == rank])
+            for rank in range(self.size)
+        ]
+        return [as_floats(blob) for blob in self._group.deal(blobs)]
+
+    # -- weights out -------------------------------------------------------------------------
+
+    def payloads_to_all(self, own: Sequence[Payload]) -> list[Sequence[Payload]]:
+        """Every rank's payloads: those of the tensors that it serves."""
+        return self.all_gather([own])
+
+    def vectors_to_all(self, own: Tensor) -> list[Tensor]:
+        """Every rank's vector: the elements that it serves."""
+        return [as_floats(blob) for blob in self._group.deal([_joined([own])] * self.size)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The bytes of vectors, one after the other."""
+    return (torch.cat(list(parts)) if parts else torch.empty(0)).view(torch.uint8)
+
+
+def as_floats(blob: Tensor) -> Tensor:
+    """The float32 numbers that some bytes are, in memory that is aligned as they must be."""
+    return blob.clone().view(torch.float32)
+
 
 def to_frames(payloads: Iterable[Payload]) -> Tensor:
     """The frames of some payloads, one after the other, as a tensor of bytes."""
     data = bytearray().join(buffer for payload in payloads for buffer in wire.to_buffers(payload))
-    return torch.frombuffer(data, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def from_frames(blob: Tensor) -> tuple[Payload, ...]:

@@ -9,9 +9,10 @@ vectors wherever the model is, so only buffers on a GPU (statistics of batch nor
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ _THREAD_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")  # only Linux has it; elsewhere no thread is found and nothing is waited for
 _LOOK_S = 0.02  # between two looks; a thread that waits for the interpreter wakes every 5 ms to ask for it again
 _AT_MOST_S = 5.0
+_PASSED_BYTES = 1 << 20  # of a piece that is passed on
 
 
 class SiteGroup:
@@ -43,7 +45,7 @@ class SiteGroup:
         ours = group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
         if ours:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            _init_process_group(backend, timedelta(seconds=timeout))
+            init_process_group(backend, timedelta(seconds=timeout))
         self._here = dist.is_available() and dist.is_initialized()
         if self._here:
             atexit.register(_end_process_group, ours)
@@ -51,7 +53,12 @@ class SiteGroup:
         self.rank: int = dist.get_rank(group) if self._here else 0
         self.size: int = dist.get_world_size(group) if self._here else 1
         self.sent_bytes = 0
-        """Bytes that this rank has sent to other ranks."""
+        """Bytes of gradients, weights, results and buffers that this rank has sent to other ranks.
+
+        What ranks tell one another about their work (orders, sizes, sums) is not in it; see `told_bytes`.
+        """
+        self.told_bytes = 0
+        """Bytes of everything else: they do not grow with the model."""
         if self._here and self.size > 1 and not _speaks_cpu(group):
             raise StrategyError(
                 "the process group cannot carry CPU tensors, which encoded gradients are; "
@@ -59,16 +66,14 @@ class SiteGroup:
             )
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of torch.distributed; None is the default one."""
+        return self._group
+
+    @property
     def first(self) -> bool:
         """Whether this rank is the local server, the one that speaks with the global server."""
         return self.rank == 0
-
-    @property
-    def idle_core(self) -> bool:
-        """Whether every rank on this machine has one core more than it computes on."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cores >= ranks * (torch.get_num_threads() + 1)
 
     def mean(self, flat: Tensor) -> Tensor:
         """The mean of all ranks' float32 vectors, as a new tensor.
@@ -98,31 +103,81 @@ class SiteGroup:
         total /= self.size
         out = torch.empty_like(flat)
         self._all_to_all(out, total.repeat(self.size), sizes, [own] * self.size)
+        self.sent_bytes += 4 * (flat.numel() - own + (self.size - 1) * own)
         return out
 
     def exchange(self, blob: Tensor) -> list[Tensor]:
-        """Every rank's bytes, in the order of the ranks. Their lengths may differ."""
+        """Every rank's bytes, in the order of the ranks. Their lengths may differ. For a few bytes, not for vectors."""
         if self.size == 1:
             return [blob]
-        return self.deal([blob] * self.size)
+        incoming, out = self._deal([blob] * self.size)
+        self.told_bytes += (self.size - 1) * blob.numel()
+        return list(out.split(incoming))
 
     def deal(self, blobs: list[Tensor]) -> list[Tensor]:
         """Send blob i to rank i; returns what the ranks sent to this one, in their order."""
         if self.size == 1:
             return blobs
+        incoming, out = self._deal(blobs)
+        self.sent_bytes += sum(blob.numel() for rank, blob in enumerate(blobs) if rank != self.rank)
+        return list(out.split(incoming))
+
+    def _deal(self, blobs: list[Tensor]) -> tuple[list[int], Tensor]:
         mine = torch.tensor([blob.numel() for blob in blobs])
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self._group)
         counts = theirs.tolist()
         out = torch.empty(sum(counts), dtype=torch.uint8)
         self._all_to_all(out, torch.cat(blobs), counts, mine.tolist())
-        return list(out.split(counts))
+        return counts, out
+
+    def pass_on(self, blob: Tensor) -> list[Tensor]:
+        """Every rank's bytes, in the order of the ranks, passed on from rank to rank in pieces.
+
+        Of n ranks each sends every blob once at most, also where one rank has all of the bytes: a card that sent them
+        to everybody would need n-1 times as long.
+        """
+        if self.size == 1:
+            return [blob]
+        told = self.exchange(torch.tensor([blob.numel()]).view(torch.uint8))
+        sizes = [int(one.clone().view(torch.int64)) for one in told]
+        found = [blob if rank == self.rank else torch.empty(size, dtype=torch.uint8) for rank, size in enumerate(sizes)]
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        pieces = [one.split(_PASSED_BYTES) if one.numel() else () for one in found]
+        turns = [
+            (place, rank)
+            for place in range(max(len(own) for own in pieces))
+            for rank in ((self.rank - distance) % self.size for distance in range(self.size))
+            if place < len(pieces[rank])
+        ]
+        coming = {
+            turn: dist.irecv(pieces[turn[1]][turn[0]], group=self._group, group_src=before, tag=self._tag(turn))
+            for turn in turns
+            if turn[1] != self.rank
+        }
+        going = []
+        for turn in turns:
+            place, rank = turn
+            if rank != self.rank:
+                coming[turn].wait()  # type: ignore[union-attr]
+            if rank != after:
+                piece = pieces[rank][place]
+                going.append(dist.isend(piece, group=self._group, group_dst=after, tag=self._tag(turn)))
+                self.sent_bytes += piece.numel()
+        for one in going:
+            one.wait()  # type: ignore[union-attr]
+        return found
+
+    def _tag(self, turn: tuple[int, int]) -> int:
+        """Tells a piece from the others on their way between the same two ranks."""
+        place, rank = turn
+        return 1 + place * self.size + rank
 
     def from_first(self, tensor: Tensor) -> None:
-        """Broadcast rank 0's values into the tensor of every rank."""
+        """Broadcast rank 0's values into the tensor of every rank. For a few bytes."""
         if self.size > 1:
             dist.broadcast(tensor, group=self._group, group_src=0)
-            self.sent_bytes += tensor.numel() * tensor.element_size() if self.first else 0
+            self.told_bytes += (self.size - 1) * tensor.numel() * tensor.element_size() if self.first else 0
 
     def number_from_first(self, number: int) -> int:
         """Broadcast an integer of rank 0."""
@@ -131,6 +186,30 @@ class SiteGroup:
         box = torch.tensor([number])
         dist.broadcast(box, group=self._group, group_src=0)
         return int(box)
+
+    def maximum(self, number: int) -> int:
+        """The largest of all ranks' integers."""
+        if self.size == 1:
+            return number
+        box = torch.tensor([number])
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
+        return int(box)
+
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """The sums over all ranks, in the order of the ranks: the same bits on every rank."""
+        if self.size == 1:
+            return list(numbers)
+        blobs = self.exchange(torch.tensor(list(numbers), dtype=torch.float64).view(torch.uint8))
+        each = [blob.clone().view(torch.float64).tolist() for blob in blobs]
+        return [math.fsum(column) for column in zip(*each, strict=True)]
+
+    def whole_sum(self, number: int) -> int:
+        """The sum of all ranks' integers of up to 64 bits, modulo 2**64."""
+        if self.size == 1:
+            return number
+        box = torch.tensor([number - 2**64 if number >= 2**63 else number])
+        blobs = self.exchange(box.view(torch.uint8))
+        return sum(int(blob.clone().view(torch.int64)) for blob in blobs) % 2**64
 
     def bytes_from_first(self, data: bytes) -> bytes:
         """Broadcast bytes of rank 0."""
@@ -160,10 +239,9 @@ class SiteGroup:
         work += [dist.isend(going[one], group=self._group, group_dst=one) for one in others if outgoing[one]]
         for one in work:
             one.wait()  # type: ignore[union-attr]
-        self.sent_bytes += (given.numel() - outgoing[self.rank]) * given.element_size()
 
 
-def _init_process_group(backend: str, timeout: timedelta) -> None:
+def init_process_group(backend: str, timeout: timedelta) -> None:
     """Make the default group. Under torchrun its store has a name for each restart, so that no two restarts meet."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)

@@ -1,51 +1,71 @@
-"""The global server of a deployment: a ServerState that is fed by a transport, written to disk and monitored.
+"""The global server of a deployment: a coordinator and the processes that serve the elements of the model.
 
-One thread owns the state machine. The result of a round is sent only after the state that produced it is on disk,
-so a server that is killed at any moment comes back knowing everything that any site has been told.
+One thread owns the state machine. Every input is in the log before anybody is told what followed from it, so a server
+that is killed at any moment reads the log again and knows everything that any site has been told.
+
+With one process this is the plain `weightgrad serve`. Under torchrun this is process 0; the others run
+`runtime/server_worker.py`, and all of them close every round with the same pushes.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import shutil
 import time
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
 from weightgrad.codecs import cost as codec_cost
-from weightgrad.core.global_model import GlobalModel
+from weightgrad.core import pieces
 from weightgrad.core.guard import Guard
-from weightgrad.core.layout import Layout
 from weightgrad.core.optimizer_spec import OptimizerSpec
-from weightgrad.core.random_streams import RunStream
-from weightgrad.core.server_state import ClosedRound, Outbox, ServerState
-from weightgrad.errors import CheckpointError, ProtocolError, WeightGradError
+from weightgrad.core.server_coordinator import ServerCoordinator
+from weightgrad.errors import CheckpointError, LinkError, ProtocolError, StrategyError, WeightGradError
 from weightgrad.event_log import EventLog
-from weightgrad.kernels.noise import derive
-from weightgrad.runtime import checkpoint
-from weightgrad.runtime.admission import Admission, RunConfig, strategy_difference
-from weightgrad.runtime.checkpoint import DiskResultLog
+from weightgrad.runtime.admission import Admission, RunConfig, ServedBy, strategy_difference
+from weightgrad.runtime.final_model import write_final_model
+from weightgrad.runtime.final_state import FinalStates
+from weightgrad.runtime.inbox import Inbox
 from weightgrad.runtime.metrics import ServerMetrics
 from weightgrad.runtime.security.credentials import Credentials, Revoked
+from weightgrad.runtime.server_group import ServerGroup
+from weightgrad.runtime.server_orders import (
+    Begin,
+    Closed,
+    Complete,
+    Finish,
+    Initialized,
+    Note,
+    Ready,
+    Resume,
+    Start,
+    Started,
+    parse,
+    to_bytes,
+)
+from weightgrad.runtime.server_process import ServerProcess, facts_text
+from weightgrad.runtime.server_rounds import ServerRounds
+from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.telemetry import Telemetry
-from weightgrad.runtime.transport.transport import EntryRequest, ServerTransport
+from weightgrad.runtime.transport.transport import EntryRequest, Peer, ServerTransport
 from weightgrad.wire.message_bytes import MessageLimits, pack, unpack
-from weightgrad.wire.messages import InitModel, Join, Leave, Message, Push
+from weightgrad.wire.message_header import is_control
+from weightgrad.wire.message_parts import without_values
+from weightgrad.wire.messages import FinalPart, Join, Leave, Message, Push, RoundResult
 
 log = logging.getLogger("weightgrad.serve")
 
-_NAME = "server"
 _GOODBYE_S = 60.0  # to wait for sites that have finished and have not left
 _DISCONNECT_S = 5.0  # to wait for sites that have left and are still connected
 _POLL_S = 0.2
+_FEED_S = 0.02  # between two looks at links that carry a download
 _SOCKETS_S = 2.0  # between two counts of the bytes on sockets
+_CONTROL_LIMITS = MessageLimits(max_bytes=1 << 20)
+
+
+class _HungUp(bytes):
+    """The Leave of a site that has closed its session and has not sent one."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +73,22 @@ class ServeOptions:
     """How a server runs, as opposed to what it trains.
 
     Attributes:
-        state: directory of the checkpoints; None keeps nothing.
+        state: directory of the state; None keeps nothing.
         out: directory for the final global model; None writes none.
         until_finished: whether the server ends when every site has finished.
         guard: refuses updates that are too large; None refuses only what is not finite.
+        result_bytes: how many bytes of results are kept for sites that were away; None: as many as half a model has,
+            and 16 MB at least. A site that has missed more gets the whole global model.
+        advertise: the addresses at which sites reach the processes, HOST:PORT each; None: this server's host, and the
+            port of each process.
     """
 
     state: Path | None = None
     out: Path | None = None
     until_finished: bool = False
     guard: Guard | None = None
+    result_bytes: int | None = None
+    advertise: tuple[str, ...] | None = None
 
 
 class GlobalServer:
@@ -75,9 +101,10 @@ class GlobalServer:
         credentials: the server's certificates, whose directory has the list of revoked ones; None without TLS.
         events: the event log, if one is written.
         metrics: where to count; by default a new set.
+        group: the processes of the server; by default this one alone.
 
     Raises:
-        CheckpointError: the state in `options.state` is damaged, or of another run.
+        CheckpointError: the state in `options.state` is damaged, of another run, or used by another process.
     """
 
     def __init__(
@@ -88,10 +115,11 @@ class GlobalServer:
         credentials: Credentials | None = None,
         events: EventLog | None = None,
         metrics: ServerMetrics | None = None,
+        group: ServerGroup | None = None,
     ) -> None:
         self.transport = transport
         self.run_config, self._options = run_config, options
-        self._guard = options.guard or Guard(factor=1e9)  # which refuses only what is not finite
+        self.group = group or ServerGroup()
         self.metrics = metrics or ServerMetrics()
         self.telemetry = Telemetry(events, self.metrics)
         revoked = Revoked(credentials.directory / "revoked.txt") if credentials is not None else None
@@ -100,39 +128,124 @@ class GlobalServer:
         )
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
-        self.core: ServerState | None = None
-        # While the queue is full, `on_message` blocks, and the transport lets sites wait.
-        self._inbox: queue.Queue[tuple[str, memoryview]] = queue.Queue(maxsize=256)
+        self.process = ServerProcess(
+            0,
+            run_config.fit,
+            run_config.seed,
+            transport,
+            options.state,
+            self.telemetry.sent,
+            self.metrics.checkpointed,
+            options.result_bytes,
+        )
+        self._final_states = FinalStates(options.out, run_config.sites)
+        self.rounds: ServerRounds | None = None
+        """The coordinator and what it does with inputs; None before there is a global model."""
+        self._gone: set[str] = set()  # the sites that went without a word, and had not finished
+        self._inbox: Inbox[tuple[Peer | int, bytes | memoryview]] = Inbox()
+        self._deferred: deque[tuple[Peer | int, bytes | memoryview]] = deque()  # until a round is closed
         self._joins_before_model: dict[str, Join] = {}
-        self._checkpoint_number = 0
+        self._first_parts: dict[int, Initialized] = {}
+        self._started: set[int] = set()
+        self._workers: dict[int, Ready] = {}
         self.failed: BaseException | None = None
-        self._stopping = False
+        self._stopping = self._ending = False
         self._finished_since: float | None = None
         self._late_round = 0  # the last round that was reported as late
         self._sockets_counted = 0.0
-        self.admission.version = lambda: self.core.global_model.version if self.core is not None else None
-        self._restore()
+        self.admission.version = lambda: self.coordinator.version if self.coordinator is not None else None
+        self.admission.on_first = self._expect_first_model
+        try:
+            self._restore()
+        except BaseException:
+            self.process.close()
+            raise
+
+    @property
+    def coordinator(self) -> ServerCoordinator | None:
+        """Decides; None before there is a global model."""
+        return None if self.rounds is None else self.rounds.coordinator
 
     @property
     def now(self) -> float:
-        """Seconds since the server was started."""
+        """Seconds since the server was first started, without those in which it was not running."""
         return self.telemetry.now
 
     # -- the run ----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until `stop` is called or, if the options say so, until every site has finished."""
-        self.transport.start(self)
-        log.info("waiting for %s", ", ".join(self.run_config.sites))
+        """Serve until `stop` is called or, if the options say so, until every site has finished.
+
+        Raises:
+            CheckpointError: the state could not be written, or another process has a state of another time.
+            LinkError: another process of the server has ended.
+        """
         try:
+            self._start_processes()
+            self.transport.start(self)
+            log.info("waiting for %s", ", ".join(self.run_config.sites))
             while not self._stopping and self._should_continue():
                 self._process_next()
+            if self.failed is not None:
+                raise self.failed
         except BaseException as error:
             self.failed = error
             raise
         finally:
+            self._inbox.close()
             self.transport.stop(2.0)
-            self._write_end()
+            try:
+                self._write_end()
+            finally:
+                self.process.close()
+
+    def _start_processes(self) -> None:
+        """Wait until the other server processes have come up, and go on together."""
+        self.group.start(lambda process, data: self._inbox.put_control((process, data)), self._process_ended)
+        while len(self._workers) < self.group.size - 1 and not self._stopping:
+            found = self._inbox.get(_POLL_S)
+            if found is None:
+                continue
+            note = parse(bytes(found[1]))
+            if isinstance(note, Ready):
+                self._worker_ready(note)
+            else:
+                self._deferred.append(found)
+        version = self.coordinator.version if self.coordinator is not None else -1
+        for process in sorted(self._workers):
+            self.group.send(process, to_bytes(Resume(version=version)))
+        if self.rounds is not None:
+            self.rounds.close_again({process: note.version for process, note in self._workers.items()})
+        self._set_addresses()
+
+    def _worker_ready(self, note: Ready) -> None:
+        """Another process has come up; its disk must fit this one's."""
+        rounds = self.rounds
+        lowest = highest = -1
+        if rounds is not None:
+            lowest = rounds.coordinator.version
+            highest = lowest + 1 if rounds.closing else lowest
+        else:
+            highest = 0  # this process ended before the first global model was on its disk
+        if not lowest <= note.version <= highest:
+            raise CheckpointError(
+                f"server process {note.process} has global model version {note.version}, the coordinator {lowest} "
+                "(-1 is none); start all processes with the states that they wrote together, or all with empty ones"
+            )
+        self._workers[note.process] = note
+
+    def _set_addresses(self) -> None:
+        """Note where sites reach each process; what it serves stays."""
+        ports = [0, *(self._workers[number].port for number in sorted(self._workers))]
+        addresses = self._options.advertise or tuple("" if not port else f":{port}" for port in ports)
+        if len(addresses) != self.group.size:
+            raise StrategyError(
+                f"--advertise has {len(addresses)} addresses and the server {self.group.size} processes; "
+                "give one HOST:PORT for each, in the order of their ranks"
+            )
+        known = self.admission.servers
+        spans = [one.spans for one in known] if len(known) == self.group.size else [[] for _ in addresses]
+        self.admission.servers = [ServedBy(address, own) for address, own in zip(addresses, spans, strict=True)]
 
     def _should_continue(self) -> bool:
         """Whether the run is not over, or sites may still come back for its last results.
@@ -140,16 +253,21 @@ class GlobalServer:
         A site that crashed after its last push, or after this server crashed before it could send the last result,
         must still find a server.
         """
-        if self.core is None or not (self._options.until_finished and self._finished()):
+        if self.coordinator is None or not (self._options.until_finished and self._finished()):
             self._finished_since = None
             return True
         sending = any(one.streams and one.unacknowledged_bytes for one in self.transport.sessions().values())
         if self._finished_since is None or sending:  # sending a whole global model may take minutes
             self._finished_since = time.monotonic()
-        someone_stays = any(member.live for member in self.core.members.by_name.values())
+        someone_stays = any(member.live for member in self.coordinator.members.by_name.values())
         timeout = _GOODBYE_S if someone_stays else _DISCONNECT_S
         waits = someone_stays or bool(self.transport.sessions())
         return waits and time.monotonic() < self._finished_since + timeout
+
+    def _process_ended(self, why: str) -> None:
+        if not self._ending:
+            self.failed = self.failed or LinkError(why)
+            self._stopping = True
 
     def stop(self) -> None:
         """Let `run` return soon. Any thread or signal handler may call this."""
@@ -160,173 +278,294 @@ class GlobalServer:
         if self.now - self._sockets_counted > _SOCKETS_S:
             self._sockets_counted = self.now
             self.metrics.sockets(self.transport.socket_bytes())
-        wake = self.core.next_wake() if self.core is not None else None
-        timeout = _POLL_S if wake is None else min(_POLL_S, max(0.0, wake - self.now))
-        try:
-            site, data = self._inbox.get(timeout=timeout)
-        except queue.Empty:
-            self._report_late_round()
-            if self.core is not None and wake is not None and self.now >= wake:
-                self._carry_out(self.core.wake(self.now))
+        downloads = self.process.serving is not None and self.process.serving.feed()
+        wake = self.coordinator.next_wake() if self.coordinator is not None else None
+        wait = _FEED_S if downloads else _POLL_S
+        found = self._next_input(wait if wake is None else min(wait, max(0.0, wake - self.now)))
+        if found is not None:
+            sender, data = found
+            if isinstance(sender, int):
+                self._handle_note(bytes(data), self.now)
+            elif isinstance(data, _HungUp):
+                self._handle_hang_up(sender, data, self.now)
+            else:
+                self.telemetry.received(sender.site, len(data))
+                self._handle_bytes(sender, data, self.now)
             return
-        self.telemetry.received(site, len(data))
-        self._handle_bytes(site, data)
+        self._report_late_round()
+        if self.rounds is not None and not self.rounds.closing and wake is not None and self.now >= wake:
+            self.rounds.wake(self.now)
+        self._write_snapshot_if_due()
+
+    def _next_input(self, timeout: float) -> tuple[Peer | int, bytes | memoryview] | None:
+        """The next message; while the processes are closing a round, what would decide something has to wait."""
+        closing = self.rounds is not None and self.rounds.closing
+        if self._deferred and not closing:
+            return self._deferred.popleft()
+        found = self._inbox.get(timeout)
+        if not closing or found is None:
+            return found
+        sender, data = found
+        waits = not isinstance(parse(bytes(data)), Closed) if isinstance(sender, int) else is_control(data)
+        if not waits:
+            return found
+        self._deferred.append(found)
+        return None
 
     def _report_late_round(self) -> None:
         """Report, once a round, that the oldest open round takes much longer than the rounds before."""
-        if self.core is None or (late := self.core.overdue(self.now)) is None or late[0] == self._late_round:
+        if self.coordinator is None or (late := self.coordinator.overdue(self.now)) is None:
             return
-        self._late_round, missing = late
-        self.telemetry.round_is_late(self._late_round, missing)
+        if late[0] != self._late_round:
+            self._late_round, missing = late
+            self.telemetry.round_is_late(self._late_round, missing)
 
-    # -- messages ---------------------------------------------------------------------------
+    # -- inputs -----------------------------------------------------------------------------
 
-    def _handle_bytes(self, site: str, data: bytes | memoryview) -> None:
+    def _handle_bytes(self, peer: Peer, data: bytes | memoryview, now: float) -> None:
         try:
-            message = unpack(data, self._limits())
-            self._check_sender(site, message)
-            self._handle(site, message)
-        except CheckpointError:
+            if is_control(data):
+                self._handle_control(peer.site, data, now)
+            else:
+                for note in self.process.handle(peer, data, now):
+                    self._handle_own_note(note, now)
+        except (CheckpointError, LinkError):
             raise
         except WeightGradError as error:
-            self.telemetry.refused_update(site, f"{type(error).__name__}: {error}")
-            self.transport.drop(site, str(error))  # or the site would wait for a result for ever
+            self.telemetry.refused_update(peer.site, f"{type(error).__name__}: {error}")
+            self.transport.drop(peer, str(error))  # or the site would wait for a result for ever
 
-    def _handle(self, site: str, message: Message) -> None:
-        if isinstance(message, InitModel):
-            self._init_model(message)
-        elif self.core is not None:
-            self._receive(self.core, message)
+    def _handle_hang_up(self, peer: Peer, data: _HungUp, now: float) -> None:
+        """Rank 0 of a site has closed its session without a Leave; rounds wait only if the strategy says how long."""
+        core = self.coordinator
+        member = core.members.by_name.get(peer.site) if core is not None else None
+        if core is None or member is None or not member.live or peer in self.transport.sessions():
+            return  # it has left, or has come back
+        if not member.done:
+            self.telemetry.gone(peer.site, waited_for=not core.plan.adapts)
+            self._gone.add(peer.site)
+        if core.plan.adapts:
+            self._handle_bytes(peer, bytes(data), now)
+
+    def _handle_control(self, site: str, data: bytes | memoryview, now: float, position: int | None = None) -> None:
+        message = unpack(data, _CONTROL_LIMITS)
+        named = getattr(message, "site", None)
+        if named != site or not isinstance(message, Push | Join | Leave | FinalPart):
+            raise ProtocolError(f"{site} sent a {type(message).__name__} in the name of {named!r}")
+        if isinstance(message, Join):
+            self._gone.discard(site)
+        if isinstance(message, FinalPart) and self.admission.layout is not None and self.rounds is not None:
+            self._final_states.take(message, self.admission.layout.numel)
+            self._finished_since = None  # a site that sends its final state needs time for it
+        elif isinstance(message, FinalPart):
+            raise ProtocolError(f"{site} sent its final state before there was a global model")
+        elif self.rounds is not None:
+            self.rounds.receive(message, data, now, position)
         elif isinstance(message, Join):
             self._joins_before_model[site] = message
         else:
             raise ProtocolError(f"{site} sent a {type(message).__name__} before there was a global model")
 
-    def _receive(self, core: ServerState, message: Message) -> None:
-        if isinstance(message, Push):
-            self._check_push(core, message)
-            self.telemetry.pushed(message, core.global_model.version)
-        elif isinstance(message, Join):
-            self.telemetry.joined(message)
-        elif isinstance(message, Leave):
-            self.telemetry.leaves(message.site)
-        self._carry_out(core.receive(message, self.now))
-        if isinstance(message, Leave):
-            self._save(core)  # or a restarted server would wait for the site to leave
+    def _handle_note(self, data: bytes, now: float) -> None:
+        """Act on what another process has to say."""
+        note = parse(data)
+        if isinstance(note, Complete | Closed):
+            self.process.record(Input.PROCESS, now, data)
+            assert self.rounds is not None
+            self.rounds.note(note, now)
+        elif isinstance(note, Started):
+            self._started.add(note.process)
+            self._begin_if_complete()
+        else:
+            assert isinstance(note, Initialized)
+            self._handle_own_note(note, now)
 
-    def _check_sender(self, site: str, message: Message) -> None:
-        named = getattr(message, "site", None)
-        if named != site:
-            raise ProtocolError(f"{site} sent a {type(message).__name__} in the name of {named!r}")
+    def _handle_own_note(self, note: Note, now: float) -> None:
+        if isinstance(note, Initialized):
+            self._first_parts[note.process] = note
+            self._start_if_complete()
+        elif isinstance(note, Complete):
+            assert self.rounds is not None
+            self.rounds.note(note, now)
 
-    def _check_push(self, core: ServerState, push: Push) -> None:
-        if push.seen > core.global_model.version:
-            raise ProtocolError(
-                f"{push.site} pushes on global model version {push.seen}, the server has {core.global_model.version}"
+    def _send(self, site: str, message: Message) -> None:
+        """Queue a control message for the coordinator of a site."""
+        data = pack(without_values(message) if isinstance(message, RoundResult) else message)
+        if self.transport.send(Peer(site, 0), data, control=True):
+            self.telemetry.sent(site, len(data))
+
+    # -- the first global model ---------------------------------------------------------------
+
+    def _expect_first_model(self) -> None:
+        """A site was admitted that will send the first weights."""
+        admission = self.admission
+        assert admission.layout is not None
+        assert admission.initializer is not None
+        strategy = self.run_config.fit(admission.layout.numel)
+        spec = None if admission.optimizer is None else OptimizerSpec.parse(admission.optimizer)
+        whole_tensors = strategy.whole_tensors or (spec is not None and spec.needs_whole_tensors)
+        served = pieces.divide(admission.layout, self.group.size, whole_tensors=whole_tensors)
+        admission.servers = [
+            ServedBy(one.address, list(own.spans)) for one, own in zip(admission.servers, served, strict=True)
+        ]
+        self._first_parts, self._started = {}, set()
+        layout = [(slot.name, list(slot.shape)) for slot in admission.layout.slots]
+        for process, own in enumerate(served):
+            begin = Begin(
+                layout=layout,
+                served=list(own.spans),
+                optimizer=admission.optimizer,
+                sender=admission.initializer,
             )
-        if core.global_model.takes_gradients and push.segments and push.rate is None:
-            raise ProtocolError(f"{push.site} sent gradients without the learning rate to step with")
+            if process:
+                self.group.send(process, to_bytes(begin))
+            else:
+                self.process.prepare(begin)
 
-    def _limits(self) -> MessageLimits:
-        numel = self.admission.layout.numel if self.admission.layout is not None else 2**32
-        return MessageLimits(max_bytes=64 * 2**20 + 40 * numel, max_elements=numel)
-
-    def _carry_out(self, out: Outbox) -> None:
-        assert self.core is not None
-        for site, why in out.refused:
-            self.telemetry.refused_update(site, why)
-        for name in out.held_back:
-            self.telemetry.held_back(name)
-        for name in out.lost:
-            self.telemetry.lost(name)
-        if out.closed:
-            self._save(self.core, out.closed)
-        for closed in out.closed:
-            self.telemetry.closed(closed)
-        for name, message in out.messages:
-            data = pack(message)
-            if self.transport.send(name, data):
-                self.telemetry.sent(name, len(data))
-        self.metrics.wait_for(self.core.waits_for())
-
-    # -- the first global model, and checkpoints ----------------------------------------------
-
-    def _init_model(self, message: InitModel) -> None:
-        if self.core is not None or message.site != self.admission.initializer or self.admission.layout is None:
+    def _start_if_complete(self) -> None:
+        """When all processes have the weights of all ranks, they are the first global model."""
+        if len(self._first_parts) < self.group.size:
             return
-        weights = message.snapshot.get("weights", torch.empty(0))
-        if self._options.state is not None:
-            shutil.rmtree(self._options.state / "results", ignore_errors=True)  # results of another run
-        core = self._make_state(self.admission.layout, self.admission.optimizer)
-        if weights.shape != core.global_model.vector.shape:
-            raise ProtocolError(f"{message.site} sent {weights.numel()} weights, which are of another model")
-        core.global_model.vector.copy_(weights)
-        if core.global_model.digest() != self.admission.digest:
-            raise ProtocolError(f"the weights that {message.site} sent are not those it announced")
-        self.admission.initialized = True
+        for process in range(1, self.group.size):
+            self.group.send(process, to_bytes(Start()))
+        self._begin_if_complete()
+
+    def _begin_if_complete(self) -> None:
+        """When all other processes have the first global model on their disks, this one begins to serve it."""
+        admission = self.admission
+        if len(self._first_parts) < self.group.size or len(self._started) < self.group.size - 1:
+            return
+        assert admission.layout is not None
+        self.process.start_serving()
+        self.rounds = self._make_rounds(admission.layout.numel)
+        coordinator = self.rounds.coordinator
+        coordinator.first_digest = sum(part.digest for part in self._first_parts.values()) % 2**64
+        admission.initialized = True
         for name in self.run_config.sites:
-            core.members.join(name)
-        self._save(core)
-        self.core = core
-        log.info("%s sent the first global model: %s parameters", message.site, f"{weights.numel():,}")
+            coordinator.members.join(name)
+        self._snapshot(wait=True)
+        for peer, data in self.process.take_early():
+            self._handle_bytes(peer, data, self.now)
+        log.info("%s sent the first global model: %s parameters", admission.initializer, f"{admission.layout.numel:,}")
         joins, self._joins_before_model = self._joins_before_model, {}
         for join in joins.values():
-            self._handle_bytes(join.site, pack(join))
+            self._handle_bytes(Peer(join.site, 0), pack(join), self.now)
 
-    def _make_state(self, layout: Layout, optimizer: dict[str, Any] | None) -> ServerState:
-        strategy = self.admission.strategy = self.run_config.fit(layout.numel)
-        source = OptimizerSpec.parse(optimizer) if strategy.shares == "gradients" and optimizer is not None else None
-        global_model = GlobalModel(layout, torch.zeros(layout.numel), optimizer=source, rate=_no_learning_rate)
-        key = derive(self.run_config.seed, RunStream.GLOBAL_SERVER)
-        state = self._options.state
-        results = DiskResultLog(state / "results", max(2**26, 64 * layout.numel)) if state is not None else None
-        core = ServerState(global_model, strategy.for_server(), key, guard=self._guard, log=results)
-        if core.controller is not None:
-            core.controller.codec_bytes_s = codec_cost.measured_round_trip_bytes_s(strategy.wan_codec("up"))
-        return core
+    def _make_rounds(self, numel: int) -> ServerRounds:
+        return ServerRounds(self._make_coordinator(numel), self.process, self.group, self.telemetry, self._send)
 
-    def _save(self, core: ServerState, closed: Sequence[ClosedRound] = ()) -> None:
-        if self._options.state is None:
-            return
-        began = time.monotonic()
-        self._checkpoint_number += 1
+    def _make_coordinator(self, numel: int) -> ServerCoordinator:
+        strategy = self.admission.strategy = self.run_config.fit(numel)
+        # Without a guard, one that refuses only what is not finite.
+        coordinator = ServerCoordinator(strategy.for_server(), numel, self._options.guard or Guard(factor=1e9))
+        if coordinator.controller is not None:
+            speed = codec_cost.measured_round_trip_bytes_s(strategy.wan_codec("up"))
+            coordinator.controller.codec_bytes_s = speed
+        return coordinator
+
+    # -- state on disk ------------------------------------------------------------------------
+
+    def _write_snapshot_if_due(self) -> None:
+        storage = self.process.storage
+        if storage is not None and storage.due and self.rounds is not None and not self.rounds.closing:
+            self._snapshot(wait=False)
+
+    def _snapshot(self, *, wait: bool) -> None:
+        assert self.rounds is not None
+        assert self.coordinator is not None
+        speed = self.coordinator.controller.codec_bytes_s if self.coordinator.controller is not None else None
         facts = {
-            "layout": [[slot.name, list(slot.shape)] for slot in core.global_model.layout.slots],
-            **self._run_identity(core.global_model.layout),
-            "digest": self.admission.digest,
+            **self._run_identity(self.admission.layout.numel if self.admission.layout is not None else 0),
+            "first_digest": self.coordinator.first_digest,
             "optimizer": self.admission.optimizer,
-            "rounds": [one.to_dict() for one in closed],
+            "servers": [[one.address, [list(span) for span in one.spans]] for one in self.admission.servers],
+            "codec_bytes_s": speed,
+            "time": self.now,
         }
-        checkpoint.write(self._options.state, _NAME, self._checkpoint_number, core.checkpoint(), facts)
-        self.metrics.checkpointed(time.monotonic() - began)
+        self.process.snapshot(self.coordinator.state(), facts, wait=wait, keep=self.rounds.pending)
 
     def _restore(self) -> None:
-        if self._options.state is None or (found := checkpoint.newest(self._options.state, _NAME)) is None:
+        storage = self.process.storage
+        if storage is None or (found := storage.load()) is None:
             return
         for line in found.damaged:
-            log.error("%s; continuing from the checkpoint before it", line)
-        self.admission.layout = Layout.of_shapes((name, tuple(shape)) for name, shape in found.facts["layout"])
-        for name, value in self._run_identity(self.admission.layout).items():
-            if (then := found.facts[name]) != value:
-                what = f"{name} is {then}, here it is {value}"
+            log.error("%s; continuing from the snapshot before it", line)
+        own = self.process.restore(found)
+        assert self.process.serving is not None
+        self.admission.layout = self.process.serving.shard.layout
+        self._check_identity(found.facts)
+        self.admission.optimizer = found.facts["optimizer"]
+        self.admission.initialized = True
+        self.admission.servers = [
+            ServedBy(address, [(start, stop) for start, stop in spans]) for address, spans in found.facts["servers"]
+        ]
+        self.rounds = self._make_rounds(self.admission.layout.numel)
+        coordinator = self.rounds.coordinator
+        coordinator.first_digest = found.facts["first_digest"]
+        if coordinator.controller is not None and found.facts["codec_bytes_s"] is not None:
+            coordinator.controller.codec_bytes_s = found.facts["codec_bytes_s"]
+        coordinator.load(own)
+        self.telemetry.continue_from(float(found.facts["time"]))
+        self._replay()
+        log.info("continuing from global model version %d, step %d", coordinator.version, coordinator.step)
+        self.telemetry.write_missing_rounds(self.rounds.replayed)
+
+    def _replay(self) -> None:
+        """Take every input of the log once more; the state machines end where they were."""
+        storage = self.process.storage
+        assert storage is not None
+        assert self.process.serving is not None
+        self.process.replaying = True
+        try:
+            for position, record in storage.records():
+                self.telemetry.continue_from(record.time)
+                self._replay_one(position, record.kind, record.time, record.data)
+        finally:
+            self.process.replaying = False
+        self.process.serving.forget_connections()
+        assert self.rounds is not None
+        self.rounds.coordinator.forget_connections()
+
+    def _replay_one(self, position: int, kind: int, now: float, data: bytes) -> None:
+        try:
+            if kind == Input.CONTROL:
+                message = unpack(data, _CONTROL_LIMITS)
+                self._handle_control(getattr(message, "site", ""), data, now, position)
+            elif kind == Input.BULK:
+                message = unpack(data, self.process.limits())
+                peer = Peer(getattr(message, "site", ""), getattr(message, "rank", 0))
+                for note in self.process.handle(peer, data, now, position):
+                    self._handle_own_note(note, now)
+            elif kind == Input.WAKE:
+                assert self.rounds is not None
+                self.rounds.wake(now)
+            elif kind == Input.PROCESS:
+                self._handle_note(data, now)
+        except CheckpointError:
+            raise
+        except WeightGradError:
+            pass  # it was refused then, too
+
+    def _run_identity(self, numel: int) -> dict[str, Any]:
+        strategy = self.run_config.fit(numel).to_dict()
+        return {
+            "strategy": strategy,
+            "seed": self.run_config.seed,
+            "sites": list(self.run_config.sites),
+            "processes": self.group.size,
+        }
+
+    def _check_identity(self, facts: dict[str, Any]) -> None:
+        assert self.admission.layout is not None
+        for name, value in self._run_identity(self.admission.layout.numel).items():
+            if facts_text(facts[name]) != facts_text(value):
+                what = f"{name} is {facts[name]}, here it is {value}"
                 if name == "strategy":
-                    what = f"strategy is another, {strategy_difference(value, then) or 'the overlap'}"
+                    what = f"strategy is another, {strategy_difference(value, facts[name]) or 'the overlap'}"
                 raise CheckpointError(
                     f"{self._options.state} is of another run: its {what}; "
                     "give --state another directory, or the recipe of that run"
                 )
-        self.admission.digest, self.admission.optimizer = found.facts["digest"], found.facts["optimizer"]
-        self.admission.initialized = True
-        self.core = self._make_state(self.admission.layout, self.admission.optimizer)
-        self._checkpoint_number = found.number
-        self.core.restore(found.tensors)  # its sites join again by themselves
-        version, step = self.core.global_model.version, self.core.global_model.step
-        log.info("continuing from global model version %d, step %d", version, step)
-        self.telemetry.write_missing_rounds(found.facts.get("rounds", []))
-
-    def _run_identity(self, layout: Layout) -> dict[str, Any]:
-        strategy = self.run_config.fit(layout.numel).to_dict()
-        return {"strategy": strategy, "seed": self.run_config.seed, "sites": list(self.run_config.sites)}
 
     # -- what the transport calls, from its own threads -----------------------------------------
 
@@ -338,14 +577,22 @@ class GlobalServer:
         """See `Application.enter`."""
         return self.admission.enter(entry)
 
-    def on_message(self, site: str, data: memoryview) -> None:
+    def on_message(self, peer: Peer, data: memoryview, control: bool) -> None:
         """See `Application.on_message`."""
-        self._inbox.put((site, data))
+        if control != is_control(data):
+            raise ProtocolError(f"{peer} sent a message on the wrong lane")
+        if control:
+            self._inbox.put_control((peer, data))
+        else:
+            self._inbox.put_bulk((peer, data), peer, len(data))
 
-    def on_lost(self, site: str, left: bool) -> None:
+    def on_lost(self, peer: Peer, left: bool) -> None:
         """See `Application.on_lost`."""
-        self.telemetry.disconnected(site, left=left)
-        self.admission.lost(site)
+        if peer.rank == 0:
+            self.telemetry.disconnected(peer.site, left=left)
+            self.admission.lost(peer.site)
+            if left:
+                self._inbox.put_control((peer, _HungUp(pack(Leave(site=peer.site)))))
 
     def on_refused(self, reason: str) -> None:
         """See `Application.on_refused`."""
@@ -354,40 +601,40 @@ class GlobalServer:
     # -- status, and the end --------------------------------------------------------------------
 
     def _finished(self) -> bool:
-        core = self.core
-        if core is None:
+        if self.coordinator is None:
             return False
-        members = core.members.by_name.values()
-        return bool(members) and all(m.done or not m.live for m in members) and any(m.done for m in members)
+        members = self.coordinator.members.by_name.values()
+        finished = [member for member in members if member.done and member.name not in self._gone]
+        return all(member.done or not member.live for member in members) and bool(finished)
 
     def status(self) -> dict[str, object]:
         """What /healthz shows."""
-        core = self.core
+        core = self.coordinator
         return {
             "healthy": self.failed is None,
-            "version": core.global_model.version if core is not None else None,
-            "step": core.global_model.step if core is not None else None,
+            "version": core.version if core is not None else None,
+            "step": core.step if core is not None else None,
             "waiting_for": core.waits_for() if core is not None else list(self.run_config.sites),
-            "connected": sorted(site for site, one in self.transport.sessions().items() if one.streams),
+            "connected": sorted({peer.site for peer, one in self.transport.sessions().items() if one.streams}),
         }
 
     def _write_end(self) -> None:
-        try:
-            self._write_global_model()
-        except (OSError, SafetensorError) as error:
-            size = 0 if self.core is None else self.core.global_model.vector.nbytes
-            failure = checkpoint.cannot_write((self._options.out or Path()) / "model.safetensors", error, size)
-            if self.failed is None:
-                raise failure from error
-            log.error("%s", failure)  # the first failure is the one that is raised
-
-    def _write_global_model(self) -> None:
-        if self.core is not None and self._options.out is not None:
-            layout, vector = self.core.global_model.layout, self.core.global_model.vector
-            tensors = {slot.name: slot.of(vector).clone() for slot in layout.slots}
-            save_file(tensors, str(self._options.out / "model.safetensors"))
+        writes = self.coordinator is not None and self._options.out is not None
+        self._ending = True
+        if self.group.size > 1 and self.failed is not None:
+            writes = False  # a tensor may be in several processes, and some have ended
+        for process in range(1, self.group.size) if self.failed is None else ():
+            self.group.send(process, to_bytes(Finish(write_model=writes)))
+        if writes and self._options.out is not None and self.process.serving is not None:
+            try:
+                shard = self.process.serving.shard
+                quantized = self.run_config.fit(shard.layout.numel).evaluate == "quantized"
+                state = self._final_states.collect(shard.layout, shard.global_model.version, wanted=quantized)
+                write_final_model(self._options.out, shard, self.group, state)
+            except CheckpointError as error:
+                if self.failed is None:
+                    raise
+                log.error("%s", error)  # the first failure is the one that is raised
+        if self.failed is None:
+            self.group.close()
         self.telemetry.write("end", status="finished" if self._finished() else "interrupted")
-
-
-def _no_learning_rate(step: int) -> float:
-    raise WeightGradError(f"no push had the learning rate of step {step}; sites must send it with shared gradients")

@@ -1,13 +1,16 @@
 """The five lines of a training script: `join`, `prepare`, the usual loop, `leave`.
 
-`prepare` returns the user's own model and optimizer and listens to `optimizer.step()`: before the optimizer moves
-anything, the ranks of the site exchange their gradients and step together, and the local server (rank 0) exchanges
-messages with the global server if the strategy says it is time. Then the gradients are dropped, so the optimizer's own
-step finds nothing left to do.
+`prepare` returns the user's own model and optimizer and listens to `optimizer.step()` (`step_hooks`). Before the
+optimizer steps, the ranks of the site exchange their gradients, where nothing else does that. After it, the step is
+counted, and a round starts or ends if the strategy says it is time. Between rounds a step is the user's own.
 """
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import os
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,23 +20,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weightgrad.core import strategies
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.layout import Layout
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
+from weightgrad.local.serving import serving
+from weightgrad.runtime import frozen_parameters, sparse_gradients
+from weightgrad.runtime.admission import in_order
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.entry import Entry
-from weightgrad.runtime.flat_parameters import FlatParameters, StagedFlatParameters
+from weightgrad.runtime.frozen_parameters import FrozenParameters
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
+from weightgrad.runtime.load_guard import LoadGuard
+from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter, all_stages, layout_of, trainable
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import show_by_default
-from weightgrad.runtime.rank_step import RankStep
-from weightgrad.runtime.server_connection import ServerConnection
-from weightgrad.runtime.site_checkpoint import SiteCheckpoint
+from weightgrad.runtime.rank_step import averages_gradients
+from weightgrad.runtime.replicas import Sharding
+from weightgrad.runtime.site_checkpoint import newest_version
 from weightgrad.runtime.site_training import SiteTraining, TrainedModel
+from weightgrad.runtime.state_dict_copies import copy_views
+from weightgrad.runtime.step_hooks import StepHooks
+from weightgrad.runtime.user_optimizer import unwrap_optimizer
+from weightgrad.wire.intervals import Intervals
 
 Model = TypeVar("Model", bound=nn.Module)
-UserOptimizer = TypeVar("UserOptimizer", bound=Optimizer)
+UserOptimizer = TypeVar("UserOptimizer")
 
 
 def join(
@@ -63,7 +75,7 @@ def join(
         state: The directory of the site's checkpoints, from which it goes on after a crash. Without it a site that is
             started again begins from the global model.
         checkpoint_every: Steps from one checkpoint to the next.
-        streams: Connections that carry messages to the server in parallel, 1 to 64.
+        streams: Connections that carry messages to the server in parallel, 1 to 64; one more carries control messages.
         timeout: Seconds to wait for a server that cannot be reached yet.
         download_codec: A codec without memory, such as "qsgd(bits=8)", for a site that joins late over a slow link.
             It gets its first model in that codec and begins to train after a fraction of the download; the exact
@@ -112,8 +124,12 @@ class Site:
         self._options = options
         self._entry: Entry | None = None
         self._training: SiteTraining | None = None
+        self._hooks: StepHooks | None = None
+        self._guard: LoadGuard | None = None
+        self._copies: list[Any] = []
         self._prepared = False
         self._left = False
+        self._pid = os.getpid()
 
     # -- the beginning ----------------------------------------------------------------------
 
@@ -125,62 +141,125 @@ class Site:
         *,
         samples: int = 1,
         buffers: str = "site",
+        frozen: str = "same",
         stages: bool = False,
         **changes: Any,
     ) -> tuple[Model, UserOptimizer]:
         """Enter the run with a model and its optimizer; called on every rank. Returns when the site may train.
 
         Args:
-            model: Any module. Parameters that are frozen now take no part.
-            optimizer: An optimizer of `torch.optim` with parameters of the model. Strategies that share updates take
-                any optimizer.
+            model: Any module, also one that is wrapped (DistributedDataParallel, torch.compile, Accelerate). Models
+                that are sharded inside the site (FSDP2, HSDP, tensor parallelism) are recognized; each rank then takes
+                part with its own shard.
+            optimizer: A `torch.optim.Optimizer` with parameters of the model, or what wraps one (Accelerate,
+                Lightning). Strategies that share updates take any; those that share gradients need one that the server
+                can make, too, for all parameters that are trained.
             strategy: The strategy of the run, which must be the server's; None takes the server's.
             samples: How much the updates of this site weigh: the samples that it sees in one step.
             buffers: "site" averages floating-point buffers, such as the statistics of batch norm, over the ranks of
                 the site after every round; "local" leaves them to each rank. Buffers do not travel between sites.
+            frozen: Parameters that are frozen now take no part. "same" refuses the site if the others have other values
+                in them, and refuses steps once one is unfrozen; "local" compares nothing; "shared" lets them take part,
+                so that they may be frozen and unfrozen while training goes on, with strategies that share updates.
             stages: The model is cut by layers, so that every rank has parameters of its own
-                (torch.distributed.pipelining). FSDP2 and tensor parallelism are recognized without it.
+                (torch.distributed.pipelining). The ranks must keep the names that the parameters have in the whole
+                model.
             **changes: Parts of the strategy that differ from its preset, as at the server.
 
         Returns:
             The same model and optimizer. The model has the weights of the global model.
 
         Raises:
-            StrategyError: The strategy, the optimizer or an argument does not fit.
+            StrategyError: The strategy, the optimizer or an argument does not fit, or the site is prepared already.
             RefusedError: The server did not admit the site, for example because it has another model.
             LinkError: The server could not be reached within the timeout of `join`, or `metrics` cannot be listened on.
             CheckpointError: The checkpoint in `state` is damaged or of another run.
         """
         if self._left:
             raise StrategyError("the site has left; call weightgrad.join again to come back")
+        if self._prepared:
+            raise StrategyError("the site is prepared already; to train another model, leave() and join again")
         if buffers not in ("site", "local"):
             raise StrategyError(f'buffers = {buffers!r}; it is "site" or "local"')
-        flat_parameters = StagedFlatParameters(model, self.group) if stages else FlatParameters(model)
-        _check_parameters(flat_parameters, optimizer)
-        announced = AnnouncedOptimizer(optimizer, flat_parameters.parameters)
+        if frozen not in frozen_parameters.KINDS:
+            raise StrategyError(f'frozen = {frozen!r}; it is "same", "local" or "shared"')
+        stepping = unwrap_optimizer(optimizer)
+        StepHooks.release(stepping)
+        parameters = trainable(model, frozen=frozen == "shared")
+        _check_parameters(parameters, stepping)
+        unshared = FrozenParameters(model, parameters)
+        own_layout = layout_of(parameters)
+        layout = all_stages(own_layout, self.group) if stages else own_layout
+        announced = AnnouncedOptimizer(stepping, [one.parameter for one in parameters])
         strategy = strategies.find(strategy, changes) if isinstance(strategy, str) else strategy
-        weights = torch.zeros(flat_parameters.layout.numel)
-        flat_parameters.read_weights(weights)
         if self.group.first:
             show_by_default()
+        atexit.register(self._at_exit)
         self._entry = Entry(self._options, self.group)
-        reply = self._entry.enter(flat_parameters, weights, announced, strategy, samples)
+        version = newest_version(self._options.state) if self.group.first else -1
+        spec = announced.spec(strategy)
+        digests = unshared.digests() if self.group.first and frozen == "same" and not stages else {}
+        reply = self._entry.ask(layout, None if stages else spec, strategy, samples, version, digests)
         self.strategy = Strategy(**reply.strategy)
-        if stages:
-            _check_stages(self.strategy)
+        if self.strategy.shares == "gradients":
+            _check_shared_gradients(self.strategy, parameters, stepping, frozen)
+            unshared.gradients_shared = True
         announced.adapt(self.strategy, say=self.group.first)
-        trained = TrainedModel(
-            flat_parameters,
-            optimizer,
-            announced,
-            buffers=[b for b in model.buffers() if b.is_floating_point()],
-            averages_buffers=buffers == "site" and not stages,  # ranks with other layers have other buffers
+        trained = self._trained(model, stepping, announced, parameters, in_order(layout, reply.layout), reply.served)
+        if self.group.size > 1 and not trained.averages_gradients:
+            _check_averaged(parameters, stepping)
+        trained = dataclasses.replace(trained, averages_buffers=buffers == "site" and not stages)
+        connection = self._entry.connect(reply, trained.sharding.held)
+        self._training = SiteTraining(
+            self._options, self.group, connection, self._entry.events, trained, reply, samples
         )
-        self._training = SiteTraining(self._options, self.group, self._entry, trained, weights, reply, samples)
+        self._attach(self._entry, self._training)
         self._training.begin()
         self._prepared = True
-        optimizer.register_step_pre_hook(self._before_step)
+        self._copies = copy_views(model) if self._training.rank_step.one_buffer else []
+        self._guard = LoadGuard(model, parameters)
+        watches = (unshared.check, self._guard.check)
+        self._hooks = StepHooks(stepping, self.name, self._training, self.group, watches, optimizer)
         return model, optimizer
+
+    def _trained(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        announced: AnnouncedOptimizer,
+        parameters: list[NamedParameter],
+        layout: Layout,
+        served: tuple[Intervals, ...],
+    ) -> TrainedModel:
+        assert self.strategy is not None
+        own, per_tensor = ModuleWeights(parameters, layout).available, self.strategy.per == "tensor"
+        averages = averages_gradients(model)
+        local = None if averages else serving(layout, self.strategy.inside(self.group.size), self.group.size)
+        sharding = Sharding.of(own, layout, self.group, served, per_tensor=per_tensor, serving=local)
+        return TrainedModel(
+            module=model,
+            weights=ModuleWeights(parameters, layout, sharding.held[self.group.rank]),
+            layout=layout,
+            sharding=sharding,
+            optimizer=optimizer,
+            announced=announced,
+            buffers=[buffer for buffer in model.buffers() if buffer.is_floating_point()],
+            averages_buffers=True,
+            averages_gradients=averages or not sharding.replicated,
+        )
+
+    def _attach(self, entry: Entry, training: SiteTraining) -> None:
+        """Let the connection report on, and speak for, the coordinator of this site."""
+        coordinator = training.coordinator
+        if coordinator is None or entry.connection is None:
+            return
+        entry.status = lambda: entry.telemetry.status(coordinator)
+
+        def rejoin() -> None:
+            reply = entry.enter_again(coordinator.version)
+            training.server_restarted(reply)
+
+        entry.connection.rejoin = rejoin
 
     # -- while it trains --------------------------------------------------------------------
 
@@ -194,18 +273,17 @@ class Site:
         """The site's event log, on rank 0 of a site with a `state` directory."""
         return self._entry.events if self._entry is not None else None
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called by torch before each `optimizer.step()`."""
-        del optimizer
-        training = self._training
-        assert training is not None
-        if training.busy:
-            return
-        if self._left:
-            raise StrategyError("the site has left; an optimizer.step() after leave() would train alone")
-        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
-            raise StrategyError("optimizer.step(closure) would train alone; call backward() before optimizer.step()")
-        training.step()
+    def digest(self) -> str:
+        """A fingerprint of the site's global model, the one that the server logs after a round; called on every rank.
+
+        Sites at the same version have the same, however differently they are sharded.
+
+        Raises:
+            StrategyError: The site has not been prepared.
+        """
+        if self._training is None:
+            raise StrategyError("the site has no global model before prepare()")
+        return self._training.digest()
 
     def note(self, loss: float) -> None:
         """Write the loss of the last step into the site's event log; does nothing on ranks without one.
@@ -229,10 +307,12 @@ class Site:
     def leave(self) -> None:
         """End the training of this site; called on every rank.
 
-        The residual is sent, the model becomes the global model, and the server is told that the site leaves. Before
-        `prepare` there is nothing to send; calling it twice does nothing.
+        The residual is sent, the model becomes the global model, and the server is told that the site leaves. Where
+        the strategy is judged by quantized weights (`evaluate = "quantized"`), the model gets those: the global model
+        as this site quantizes it. Before `prepare` there is nothing to send; calling it twice does nothing.
 
         Raises:
+            StrategyError: The model was loaded with other weights since the last step.
             RefusedError: The server has ended the session.
             CheckpointError: The last checkpoint could not be written.
         """
@@ -241,16 +321,45 @@ class Site:
         if self._training is None or not self._prepared:
             self._abandon()
             return
+        if self._guard is not None:
+            self._guard.check()
         self._training.leave()
         self._left = True
+        atexit.unregister(self._at_exit)
+        self._release()
+        self._training.rank_step.release()
+        for handle in self._copies:
+            handle.remove()
+        if self._entry is not None:
+            self._entry.close()
 
     def _abandon(self) -> None:
         """Leave without the residual and without the other ranks: before `prepare`, and after an error."""
         self._left = True
+        atexit.unregister(self._at_exit)
+        self._release()
         if self._training is not None:
             self._training.abandon()
         if self._entry is not None:
             self._entry.hang_up()
+
+    def _at_exit(self) -> None:
+        """The script ends without `leave`, by an error or Ctrl-C perhaps: the other sites must not wait for this one.
+
+        After an error a site with a checkpoint may be started again, by torchrun for example, and is waited for. A
+        forked child, such as a worker of a DataLoader, has nothing to say.
+        """
+        error = getattr(sys, "last_type", None)  # of the error that ends the script
+        returns = self._options.state is not None and error not in (None, KeyboardInterrupt)
+        if not self._left and not returns and os.getpid() == self._pid:
+            self._abandon()
+
+    def _release(self) -> None:
+        """Let go of the user's model and optimizer."""
+        if self._hooks is not None:
+            self._hooks.leave()
+        if self._guard is not None:
+            self._guard.remove()
 
     def __enter__(self) -> Site:
         return self
@@ -263,27 +372,9 @@ class Site:
         elif not self._left:
             self._abandon()
 
-    # -- parts, for tests and tools ---------------------------------------------------------
 
-    @property
-    def _connection(self) -> ServerConnection | None:
-        return self._entry.connection if self._entry is not None else None
-
-    @property
-    def _state(self) -> SiteState | None:
-        return self._training.state if self._training is not None else None
-
-    @property
-    def _checkpoint(self) -> SiteCheckpoint | None:
-        return self._training.checkpoint if self._training is not None else None
-
-    @property
-    def _rank_step(self) -> RankStep | None:
-        return self._training.rank_step if self._training is not None else None
-
-
-def _check_parameters(flat_parameters: FlatParameters, optimizer: Optimizer) -> None:
-    ours = {id(parameter) for parameter in flat_parameters.parameters}
+def _check_parameters(parameters: list[NamedParameter], optimizer: Optimizer) -> None:
+    ours = {id(one.parameter) for one in parameters}
     if any(p.requires_grad and id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
         raise StrategyError(
             "the optimizer has parameters that the model has not, and every worker would train them alone; put "
@@ -291,9 +382,39 @@ def _check_parameters(flat_parameters: FlatParameters, optimizer: Optimizer) -> 
         )
 
 
-def _check_stages(strategy: Strategy) -> None:
-    if strategy.shares == "gradients":
+def _of_another_optimizer(parameters: list[NamedParameter], optimizer: Optimizer) -> str | None:
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return next((one.name for one in parameters if id(one.parameter) not in theirs), None)
+
+
+def _check_averaged(parameters: list[NamedParameter], optimizer: Optimizer) -> None:
+    """Refuse parameters that another optimizer would step with the gradients of one rank."""
+    if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
         raise StrategyError(
-            f"{strategy.name} shares gradients, which one optimizer steps with; a model cut by layers has one "
-            "on each rank. Take a strategy that shares updates, such as weightgrad or diloco"
+            f"{alone} is trained by another optimizer, which may step before the ranks of this site have averaged "
+            "their gradients: wrap the model in DistributedDataParallel, which averages them in backward(), or put all "
+            "parameters into one optimizer"
+        )
+
+
+def _check_shared_gradients(
+    strategy: Strategy, parameters: list[NamedParameter], optimizer: Optimizer, frozen: str
+) -> None:
+    """Refuse what replicas that step with shared gradients would do differently."""
+    sparse_gradients.check_optimizer(optimizer, strategy.name)
+    if frozen == "shared":
+        raise StrategyError(
+            f'{strategy.name} shares gradients, and frozen="shared" would let weight decay and momentum move frozen '
+            "parameters; take a strategy that shares updates, such as auto"
+        )
+    if (wide := next((one for one in parameters if one.parameter.dtype == torch.float64), None)) is not None:
+        raise StrategyError(
+            f"{wide.name} is float64, and {strategy.name} shares gradients, which travel as float32: replicas would "
+            "drift apart. Train in float32, or take a strategy that shares updates, such as auto"
+        )
+    if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
+        raise StrategyError(
+            f"{alone} is trained by another optimizer, or by none, and {strategy.name} shares gradients, with which "
+            "one optimizer steps at every site: give it all parameters (groups may differ), freeze the others, or take "
+            "a strategy that shares updates, such as auto"
         )

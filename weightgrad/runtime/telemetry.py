@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from weightgrad.core.server_state import ClosedRound
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.open_round import ClosedRound
+from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
 from weightgrad.runtime.transport.transport import LinkEvent
@@ -24,6 +25,8 @@ from weightgrad.wire.messages import Join, Push
 
 server_log = logging.getLogger("weightgrad.serve")
 site_log = logging.getLogger("weightgrad")
+
+_LONG_WAIT_S = 5.0  # of a site for the others, from which on it is told
 
 
 class Telemetry:
@@ -36,8 +39,12 @@ class Telemetry:
 
     @property
     def now(self) -> float:
-        """Seconds since the server was started."""
+        """Seconds since the server was first started, without those in which it was not running."""
         return time.monotonic() - self._began
+
+    def continue_from(self, now: float) -> None:
+        """After a restart: let the clock go on from this time, unless it is further."""
+        self._began = min(self._began, time.monotonic() - now)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Write a line into the event log, if there is one."""
@@ -78,6 +85,11 @@ class Telemetry:
         else:
             server_log.warning("%s: connection lost", site)
         self.metrics.site_up.labels(site=site).set(0)
+
+    def gone(self, site: str, *, waited_for: bool) -> None:
+        """Note that the process of a site has ended without leaving, and whether rounds wait until `t_global`."""
+        what = "the other sites wait for it until t_global" if waited_for else "rounds continue without it"
+        server_log.warning("%s is gone: its process has ended without leave(); %s", site, what)
 
     def held_back(self, site: str) -> None:
         """Note that the other sites wait for a late one."""
@@ -151,11 +163,13 @@ class SiteTelemetry:
     Attributes:
         connected: whether messages flow.
         refused: why the global server has ended the session; None if it has not.
+        without: the sites that were in earlier results and are not in the last one.
     """
 
     def __init__(self, site: str, events: EventLog | None) -> None:
         self.metrics, self._events = SiteMetrics(site), events
         self._site, self._began = site, time.monotonic()
+        self.without: Sequence[str] = ()
         self.connected = False
         self.refused: str | None = None
 
@@ -175,8 +189,11 @@ class SiteTelemetry:
         self.metrics.traffic(received=size)
 
     def waited_for_server(self, step: int, seconds: float, why: str) -> None:
-        """Count a wait of the training loop."""
+        """Count a wait of the training loop, and say so if it was a long one."""
         self.metrics.waited(seconds)
+        if seconds >= _LONG_WAIT_S and why != "joining":
+            without = f"; the round has closed without {', '.join(self.without)}" if self.without else ""
+            site_log.warning("%s waited %.0f s for the other sites (%s)%s", self._site, seconds, why, without)
         if self._events is not None:
             self._events.write("wait", self.now, step=step, seconds=round(seconds, 6), why=why)
 
@@ -199,13 +216,13 @@ class SiteTelemetry:
         kind = "exact" if exact else "approximate; the exact one follows"
         site_log.info("%s: received the whole global model, version %d, %s", self._site, version, kind)
 
-    def status(self, state: SiteState | None) -> dict[str, object]:
+    def status(self, state: SiteCoordinator | None) -> dict[str, object]:
         """What /healthz of a site shows; unhealthy once the global server has refused it."""
         return {
             "healthy": self.refused is None,
             "site": self._site,
             "connected": self.connected,
-            "step": None if state is None else state.step,
-            "version": None if state is None else state.global_model.version,
+            "step": None if state is None else state.progress.step,
+            "version": None if state is None else state.version,
             "refused": self.refused,
         }

@@ -1,17 +1,19 @@
 """Messages between sites and the global server as bytes, parsed as if a stranger had sent them.
 
     header (32 bytes)      every message
-    site's name            Push, Join, Leave, InitModel
+    site's name            Push, PushPart, Holding, Join, Leave, FinalPart
+    intervals              Holding
+    name of a vector       ModelPart
     download codec         Join
+    digest (8 bytes)       Join
     rate (8 bytes)         Push, RoundResult
     report                 Push
     sync schedule          RoundResult, JoinReply
     included sites         RoundResult
-    segments               Push, RoundResult: a start and a frame each
-    relayed pushes         RoundResult
-    round results          JoinReply
-    encoded tensors        JoinReply
-    snapshot               JoinReply, InitModel: safetensors
+    segments               PushPart, ResultPart, ModelPart: where it lies and a frame, each
+    relayed pushes         RoundResult (without segments), ResultPart
+    scalars                JoinReply: safetensors
+    data                   FinalPart
 
 `docs/wire-format.md` gives every field and the order of the checks. The length is that of `messages.nbytes`, to the
 byte. A count or a length is only believed after it was compared with a limit and with the bytes at hand. There is one
@@ -26,35 +28,56 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weightgrad import wire
-from weightgrad.errors import RangeError, SizeLimitError, TrailingBytesError
-from weightgrad.wire import encoded_snapshot, message_header, snapshot_bytes
+from weightgrad.errors import ProtocolError, RangeError, SizeLimitError, TrailingBytesError
+from weightgrad.wire import message_header, snapshot_bytes
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_fields import (
+    DIGEST_FIELD,
+    HELD_SPAN_FIELD,
     INCLUDED_FIELD,
     RATE_FIELD,
     RELAYED_FIELD,
     REPORT_FIELD,
     SCHEDULE_FIELD,
+    SEVERAL,
+    SPAN_FIELD,
     START_FIELD,
+    check_disjoint,
     check_relayed,
-    check_segment_order,
     checked_rate,
 )
-from weightgrad.wire.message_header import DOWNLOAD_CODEC, ENCODED, FINAL, RATE, REPORT, SCHEDULE, SNAPSHOT, Header
+from weightgrad.wire.message_header import (
+    APPROXIMATE,
+    DIGEST,
+    DOWNLOAD,
+    DOWNLOAD_CODEC,
+    FINAL,
+    LAST,
+    RATE,
+    REPORT,
+    SCHEDULE,
+    TRAINING,
+    Header,
+)
 from weightgrad.wire.message_reader import MessageLimits, MessageReader
 from weightgrad.wire.messages import (
-    InitModel,
+    FinalPart,
+    Holding,
     Join,
     JoinReply,
     Leave,
     Message,
+    ModelPart,
     Push,
+    PushPart,
     RelayedPush,
+    ResultPart,
     RoundRequest,
     RoundResult,
     Segment,
     ServerRestarted,
 )
-from weightgrad.wire.sync_schedule import Report, SyncSchedule
+from weightgrad.wire.sync_schedule import MAX_TEXT_BYTES, Report, SyncSchedule
 
 __all__ = ["MessageLimits", "pack", "to_buffers", "unpack"]
 
@@ -66,7 +89,7 @@ def pack(message: Message) -> bytes:
 
     Raises:
         RangeError: a number or a name does not fit the format.
-        ProtocolError: segments or relayed pushes are out of order.
+        ProtocolError: segments or relayed pushes are out of order, or a control message holds values.
     """
     return b"".join(to_buffers(message))
 
@@ -76,46 +99,66 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
 
     Raises:
         RangeError: a number or a name does not fit the format.
-        ProtocolError: segments or relayed pushes are out of order.
+        ProtocolError: segments or relayed pushes are out of order, or a control message holds values.
     """
+    numbers: tuple[int, ...]
     match message:
         case Push():
+            _check_empty(message, message.segments)
             numbers = (message.round, message.after, message.step, message.seen, message.samples)
             flags = FINAL * message.final | RATE * (message.rate is not None) | REPORT * (message.report is not None)
-            head = _head(Push, *numbers, size=len(message.segments), flags=flags, site=message.site)
-            return [head, _rate_bytes(message.rate), _report_bytes(message.report), *_segment_buffers(message.segments)]
+            head = _head(Push, *numbers, flags=flags, site=message.site)
+            return [head, _rate_bytes(message.rate), _report_bytes(message.report)]
+        case PushPart():
+            numbers, flags = (message.round, message.rank), LAST * message.last
+            head = _head(PushPart, *numbers, size=len(message.segments), flags=flags, site=message.site)
+            return [head, *_segment_buffers(message.segments)]
         case RoundRequest():
             return [_head(RoundRequest, message.round)]
         case RoundResult():
+            _check_empty(message, message.moves)
             clock = (message.version, message.round, message.step, len(message.included), len(message.relayed))
             flags = RATE * (message.rate is not None) | SCHEDULE * (message.schedule is not None)
-            head = _head(RoundResult, *clock, size=len(message.segments), flags=flags)
             fields = [_rate_bytes(message.rate), _schedule_bytes(message.schedule), _included_bytes(message.included)]
-            return [head, *fields, *_segment_buffers(message.segments), *_relayed_buffers(message.relayed)]
+            return [_head(RoundResult, *clock, flags=flags), *fields, *_relayed_buffers(message.relayed)]
+        case ResultPart():
+            numbers, flags = (message.version, len(message.relayed)), LAST * message.last
+            head = _head(ResultPart, *numbers, size=len(message.segments), flags=flags)
+            return [head, *_segment_buffers(message.segments), *_relayed_buffers(message.relayed)]
+        case ModelPart():
+            head = _head(ModelPart, message.version, size=len(message.segments), flags=LAST * message.last)
+            return [head, _vector_bytes(message.vector), *_segment_buffers(message.segments)]
+        case Holding():
+            numbers = (message.rank, message.ranks, message.epoch)
+            head = _head(Holding, *numbers, size=len(message.held.spans), site=message.site)
+            return [head, _held_bytes(message.held)]
         case Join():
-            flags = DOWNLOAD_CODEC * (message.download_codec is not None)
-            head = _head(Join, message.version + 1, flags=flags, site=message.site)
-            return [head, _download_codec_bytes(message.download_codec)]
+            flags = DOWNLOAD_CODEC * (message.download_codec is not None) | DIGEST * (message.digest is not None)
+            flags |= TRAINING * message.training
+            head = _head(Join, message.version + 1, message.epoch, flags=flags, site=message.site)
+            return [head, _download_codec_bytes(message.download_codec), _digest_bytes(message.digest)]
         case JoinReply():
+            _check_empty(message, (*message.results, *message.parts))
             numbers = (message.version, message.round, message.step, message.included, message.pushed)
-            flags = SNAPSHOT * (message.snapshot is not None) | SCHEDULE * (message.schedule is not None)
-            flags |= ENCODED * bool(message.encoded)
-            head = _head(JoinReply, *numbers, size=len(message.results), flags=flags)
-            results = [buffer for result in message.results for buffer in to_buffers(result)]
-            snapshot = [] if message.snapshot is None else snapshot_bytes.to_buffers(message.snapshot)
-            return [
-                head,
-                _schedule_bytes(message.schedule),
-                *results,
-                *encoded_snapshot.to_buffers(message.encoded),
-                *snapshot,
-            ]
+            flags = DOWNLOAD * message.downloads | SCHEDULE * (message.schedule is not None)
+            flags |= APPROXIMATE * message.approximate
+            scalars = snapshot_bytes.to_buffers(message.scalars) if message.downloads else []
+            return [_head(JoinReply, *numbers, flags=flags), _schedule_bytes(message.schedule), *scalars]
         case ServerRestarted():
             return [_head(ServerRestarted)]
         case Leave():
             return [_head(Leave, site=message.site)]
-        case InitModel():
-            return [_head(InitModel, site=message.site), *snapshot_bytes.to_buffers(message.snapshot)]
+        case FinalPart():
+            numbers = (message.place, message.parts)
+            return [_head(FinalPart, *numbers, size=len(message.data), site=message.site), message.data]
+
+
+def _check_empty(message: Message, values: Sequence[object]) -> None:
+    if values:
+        raise ProtocolError(
+            f"a {type(message).__name__} with values is not one message: send it without them, and them as parts "
+            "(wire/message_parts.py)"
+        )
 
 
 def _head(kind: type[Message], *numbers: int, size: int = 0, flags: int = 0, site: str | None = None) -> bytes:
@@ -131,6 +174,7 @@ def _rate_bytes(rate: float | None) -> bytes:
 def _report_bytes(report: Report | None) -> bytes:
     if report is None:
         return b""
+    message_header.check_number("Report: round", report.round)
     return REPORT_FIELD.pack(report.step_seconds, report.round, report.round_seconds, report.trip_seconds)
 
 
@@ -146,6 +190,30 @@ def _download_codec_bytes(spec: str | None) -> bytes:
     return b"" if spec is None else bytes([len(spec)]) + spec.encode()
 
 
+def _digest_bytes(digest: int | None) -> bytes:
+    if digest is not None and not 0 <= digest < 2**64:
+        raise RangeError(f"the digest of a model is {digest}; a message holds 0 to 2**64 - 1")
+    return b"" if digest is None else DIGEST_FIELD.pack(digest)
+
+
+def _held_bytes(held: Intervals) -> bytes:
+    if held.end >= 2**63:
+        raise RangeError(f"a rank holds elements up to {held.end}; a message holds less than 2**63")
+    return b"".join(HELD_SPAN_FIELD.pack(start, stop - start) for start, stop in held.spans)
+
+
+def _vector_bytes(name: str) -> bytes:
+    try:
+        data = name.encode()
+    except UnicodeEncodeError as error:
+        raise RangeError(f"the name of a vector, {name[:40]!r}, cannot be written in UTF-8; rename it") from error
+    if not 1 <= len(data) <= MAX_TEXT_BYTES:
+        raise RangeError(
+            f"the name of a vector, {name[:40]!r}, has {len(data)} bytes; a message holds 1 to {MAX_TEXT_BYTES}"
+        )
+    return bytes([len(data)]) + data
+
+
 def _included_bytes(included: Mapping[str, int]) -> bytes:
     found = []
     for site in sorted(included):
@@ -157,14 +225,22 @@ def _included_bytes(included: Mapping[str, int]) -> bytes:
 
 def _segment_buffers(segments: Sequence[Segment]) -> list[bytes | memoryview]:
     found: list[bytes | memoryview] = []
-    end = 0
+    check_disjoint(segments)
     for segment in segments:
-        check_segment_order(segment.start, end)
-        end = segment.start + segment.payload.numel
-        if end >= 2**63:
-            raise RangeError(f"a segment ends at element {end}; a message holds less than 2**63")
-        found += [START_FIELD.pack(segment.start), *wire.to_buffers(segment.payload)]
+        if segment.end >= 2**63:
+            raise RangeError(f"a segment ends at element {segment.end}; a message holds less than 2**63")
+        if segment.spans:
+            found.append(START_FIELD.pack(SEVERAL | len(segment.spans)))
+            found.append(b"".join(_span_bytes(start, stop - start) for start, stop in segment.spans))
+        else:
+            found.append(START_FIELD.pack(segment.start))
+        found += wire.to_buffers(segment.payload)
     return found
+
+
+def _span_bytes(start: int, length: int) -> bytes:
+    message_header.check_number(f"the length of the interval of a segment at {start}", length)
+    return SPAN_FIELD.pack(start, length)
 
 
 def _relayed_buffers(relayed: Sequence[RelayedPush]) -> list[bytes | memoryview]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 
 from weightgrad.errors import ProtocolError
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.messages import Segment
 
 RATE_FIELD = struct.Struct("<d")
+DIGEST_FIELD = struct.Struct("<Q")
 REPORT_FIELD = struct.Struct("<dIdd")
 SCHEDULE_FIELD = struct.Struct("<IIB")
 START_FIELD = struct.Struct("<Q")
+SPAN_FIELD = struct.Struct("<QI")  # start, length
+HELD_SPAN_FIELD = struct.Struct("<QQ")  # start, length
+SEVERAL = 1 << 63  # in the start of a segment: the other bits count the intervals that follow
 INCLUDED_FIELD = struct.Struct("<IB3s")  # round, name_len, reserved
 RELAYED_FIELD = struct.Struct("<IIdBB2s")  # round, segments, weight, name_len, left out, reserved
 
@@ -47,7 +54,17 @@ def check_relayed(site: str, round_: int, weight: float, last: tuple[str, int]) 
     return site, round_
 
 
-def check_segment_order(start: int, end: int) -> None:
-    """Raise ProtocolError for a segment that starts before `end`, where the one before it ended."""
-    if start < end:
-        raise ProtocolError(f"a segment starts at {start}, before {end}, where the last one ended; they come in order")
+def check_disjoint(segments: Sequence[Segment]) -> None:
+    """Raise ProtocolError unless segments are sorted by their first elements and no element is in two of them."""
+    end = start = 0
+    interleave = False
+    for segment in segments:
+        if segment.start < start:
+            raise ProtocolError(
+                f"a segment starts at {segment.start}, before {start}, where the last one started; they come in order"
+            )
+        start = segment.start
+        interleave = interleave or segment.start < end  # between the intervals of another one, or overlapping it
+        end = max(end, segment.end)
+    if interleave:  # once for all of them: a stranger chose how many there are
+        Intervals.of(span for segment in segments for span in segment.intervals.spans)

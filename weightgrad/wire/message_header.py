@@ -13,12 +13,16 @@ from typing import NamedTuple
 from weightgrad.errors import MagicError, ProtocolError, RangeError, ReservedError, TruncatedError, VersionError
 from weightgrad.wire.messages import (
     HEADER_BYTES,
-    InitModel,
+    FinalPart,
+    Holding,
     Join,
     JoinReply,
     Leave,
     Message,
+    ModelPart,
     Push,
+    PushPart,
+    ResultPart,
     RoundRequest,
     RoundResult,
     ServerRestarted,
@@ -28,15 +32,19 @@ from weightgrad.wire.versions import MESSAGE_VERSION
 MAGIC = b"WGMS"
 MAX_NAME_BYTES = 64
 FINAL = 1  # flag of a Push
-SNAPSHOT = 1  # flag of a JoinReply
+DOWNLOAD = 1  # flag of a JoinReply
 DOWNLOAD_CODEC = 1  # flag of a Join
+DIGEST = 2  # flag of a Join
+TRAINING = 4  # flag of a Join
+LAST = 1  # flag of a part
 RATE = 2  # flag of a Push or a RoundResult
 REPORT = 4  # flag of a Push
 SCHEDULE = 4  # flag of a RoundResult or a JoinReply
-ENCODED = 8  # flag of a JoinReply
+APPROXIMATE = 8  # flag of a JoinReply
 
 _FIELDS = struct.Struct("<4sBBBB5II")
 _NUMBERS = 5
+_KIND_AT = 5  # where the kind stands
 
 
 class _Kind(NamedTuple):
@@ -50,24 +58,25 @@ class _Kind(NamedTuple):
 
 
 _KINDS: dict[type[Message], _Kind] = {
-    Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE | REPORT, counts=True),
+    Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE | REPORT),
     RoundRequest: _Kind(2, ("round",)),
-    RoundResult: _Kind(
-        3, ("version", "round", "step", "len(included)", "len(relayed)"), flags=RATE | SCHEDULE, counts=True
-    ),
-    Join: _Kind(4, ("version + 1",), named=True, flags=DOWNLOAD_CODEC),
-    JoinReply: _Kind(
-        5, ("version", "round", "step", "included", "pushed"), flags=SNAPSHOT | SCHEDULE | ENCODED, counts=True
-    ),
+    RoundResult: _Kind(3, ("version", "round", "step", "len(included)", "len(relayed)"), flags=RATE | SCHEDULE),
+    Join: _Kind(4, ("version + 1", "epoch"), named=True, flags=DOWNLOAD_CODEC | DIGEST | TRAINING),
+    JoinReply: _Kind(5, ("version", "round", "step", "included", "pushed"), flags=DOWNLOAD | SCHEDULE | APPROXIMATE),
     ServerRestarted: _Kind(6),
     Leave: _Kind(7, named=True),
-    InitModel: _Kind(8, named=True),
+    PushPart: _Kind(8, ("round", "rank"), named=True, flags=LAST, counts=True),
+    ResultPart: _Kind(9, ("version", "len(relayed)"), flags=LAST, counts=True),
+    ModelPart: _Kind(10, ("version",), flags=LAST, counts=True),
+    Holding: _Kind(11, ("rank", "ranks", "epoch"), named=True, counts=True),
+    FinalPart: _Kind(12, ("place", "parts"), named=True, counts=True),
 }
+_CONTROL = frozenset((*range(1, 8), 12))
 _TYPES = {kind.number: type_ for type_, kind in _KINDS.items()}
 
 
 class Header(NamedTuple):
-    """The fields that the kind uses; `size` counts segments, or the results of a JoinReply."""
+    """The fields that the kind uses; `size` counts the segments of a part, the intervals of a Holding, or bytes."""
 
     kind: type[Message]
     numbers: tuple[int, ...] = ()
@@ -116,6 +125,11 @@ def parse(view: memoryview) -> Header:
             f"count {size}: what it does not use must be zero; the message is damaged or its writer is wrong"
         )
     return Header(type_, tuple(used), size, flags, name_bytes)
+
+
+def is_control(data: bytes | bytearray | memoryview) -> bool:
+    """Whether bytes look like a control message, without parsing them. Everything else is bulk."""
+    return len(data) > _KIND_AT and data[_KIND_AT] in _CONTROL
 
 
 def check_number(what: str, value: int) -> None:

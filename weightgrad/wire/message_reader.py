@@ -7,43 +7,57 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weightgrad import wire
-from weightgrad.codecs import Payload
 from weightgrad.errors import ProtocolError, ReservedError, SizeLimitError, SpecError, TruncatedError
-from weightgrad.wire import encoded_snapshot, message_header, snapshot_bytes
+from weightgrad.wire import message_header, snapshot_bytes
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_fields import (
+    DIGEST_FIELD,
+    HELD_SPAN_FIELD,
     INCLUDED_FIELD,
     RATE_FIELD,
     RELAYED_FIELD,
     REPORT_FIELD,
     SCHEDULE_FIELD,
+    SEVERAL,
+    SPAN_FIELD,
     START_FIELD,
+    check_disjoint,
     check_relayed,
-    check_segment_order,
     checked_rate,
 )
 from weightgrad.wire.message_header import (
+    APPROXIMATE,
+    DIGEST,
+    DOWNLOAD,
     DOWNLOAD_CODEC,
-    ENCODED,
     FINAL,
+    LAST,
     MAX_NAME_BYTES,
     RATE,
     REPORT,
     SCHEDULE,
-    SNAPSHOT,
+    TRAINING,
     Header,
 )
 from weightgrad.wire.messages import (
+    DIGEST_BYTES,
     HEADER_BYTES,
+    HELD_SPAN_BYTES,
     LENGTH_BYTES,
     RATE_BYTES,
+    SPAN_BYTES,
     START_BYTES,
-    InitModel,
+    FinalPart,
+    Holding,
     Join,
     JoinReply,
     Leave,
     Message,
+    ModelPart,
     Push,
+    PushPart,
     RelayedPush,
+    ResultPart,
     RoundRequest,
     RoundResult,
     Segment,
@@ -61,8 +75,8 @@ class MessageLimits:
 
     Attributes:
         max_bytes: the size of a whole message.
-        max_segments: segments of a message (summed over the results of a JoinReply), results of a JoinReply, and
-            tensors of a snapshot.
+        max_segments: segments of a message, and tensors among the scalars of a JoinReply.
+        max_intervals: intervals of a message, summed over the segments that have several.
         max_elements: where the last segment may end. A receiver that will decode sets it to the length of its
             vector, because kernels do not check where that ends.
         max_sites: the pushes that one round result names.
@@ -70,6 +84,7 @@ class MessageLimits:
 
     max_bytes: int = 2**32
     max_segments: int = 2**16
+    max_intervals: int = 2**20
     max_elements: int = 2**32
     max_sites: int = 2**12
 
@@ -88,6 +103,7 @@ class MessageReader:
         self._limits = limits
         self._frame_limits = wire.Limits(max_elements=limits.max_elements, max_body_bytes=limits.max_bytes)
         self._segments_left = limits.max_segments
+        self._intervals_left = limits.max_intervals
 
     @property
     def left(self) -> int:
@@ -105,13 +121,34 @@ class MessageReader:
             return self._result(head)
         if head.kind is JoinReply:
             return self._reply(head)
+        if head.kind is ResultPart:
+            version, relayed = head.numbers
+            segments, pushes = self._segments(head.size), self._relayed(relayed, values=True)
+            return ResultPart(version=version, segments=segments, last=bool(head.flags & LAST), relayed=pushes)
+        if head.kind is ModelPart:
+            vector = self._vector()
+            segments = self._segments(head.size)
+            return ModelPart(version=head.numbers[0], vector=vector, segments=segments, last=bool(head.flags & LAST))
         site = self._name(head.name_bytes)
+        if head.kind is PushPart:
+            round_, rank = head.numbers
+            segments = self._segments(head.size)
+            return PushPart(site=site, round=round_, rank=rank, segments=segments, last=bool(head.flags & LAST))
+        if head.kind is Holding:
+            rank, ranks, epoch = head.numbers
+            return Holding(site=site, rank=rank, ranks=ranks, epoch=epoch, held=self._held(head.size))
         if head.kind is Join:
-            return Join(site=site, version=head.numbers[0] - 1, download_codec=self._download_codec(head))
+            version, epoch = head.numbers
+            codec, digest = self._download_codec(head), self._digest(head)
+            training = bool(head.flags & TRAINING)
+            return Join(
+                site=site, version=version - 1, epoch=epoch, digest=digest, download_codec=codec, training=training
+            )
         if head.kind is Leave:
             return Leave(site=site)
-        if head.kind is InitModel:
-            return InitModel(site=site, snapshot=self._snapshot())
+        if head.kind is FinalPart:
+            place, parts = head.numbers
+            return FinalPart(site=site, place=place, parts=parts, data=bytes(self._take(head.size, "data")))
         round_, after, step, seen, samples = head.numbers
         rate, report = self._rate(head), self._report(head)
         return Push(
@@ -121,7 +158,6 @@ class MessageReader:
             step=step,
             seen=seen,
             samples=samples,
-            segments=self._segments(head.size),
             final=bool(head.flags & FINAL),
             rate=rate,
             report=report,
@@ -134,14 +170,13 @@ class MessageReader:
             version=version,
             round=round_,
             step=step,
-            segments=self._segments(head.size),
             included=included,
             rate=rate,
             schedule=schedule,
-            relayed=self._relayed(relayed),
+            relayed=self._relayed(relayed, values=False),
         )
 
-    def _relayed(self, count: int) -> tuple[RelayedPush, ...]:
+    def _relayed(self, count: int, *, values: bool) -> tuple[RelayedPush, ...]:
         self._claim("relayed pushes", count, self._limits.max_sites, RELAYED_FIELD.size + 1)
         found: list[RelayedPush] = []
         last = ("", 0)
@@ -153,6 +188,10 @@ class MessageReader:
                     f"a relayed push with left out = {left_out}, {size} segments and reserved bytes "
                     f"{reserved.hex(' ')}; wanted 0 or 1, no segments with 1, and zeros; its writer is wrong"
                 )
+            if size and not values:
+                raise ProtocolError(
+                    f"a RoundResult with {size} segments of a relayed push, which come in parts; its writer is wrong"
+                )
             site = self._name(name_bytes)
             last = check_relayed(site, round_, weight, last)
             segments = None if left_out else self._segments(size)
@@ -161,37 +200,33 @@ class MessageReader:
 
     def _reply(self, head: Header) -> JoinReply:
         version, round_, step, included, pushed = head.numbers
-        schedule = self._schedule(head)
-        self._claim("round results", head.size, self._limits.max_segments, HEADER_BYTES)
-        results = []
-        for _ in range(head.size):
-            inner = self._head()
-            if inner.kind is not RoundResult:
-                raise ProtocolError(f"a {inner.kind.__name__} inside a JoinReply, which holds round results only")
-            results.append(self._result(inner))
-        encoded = self._encoded() if head.flags & ENCODED else {}
-        snapshot = self._snapshot() if head.flags & SNAPSHOT else None
+        schedule, downloads = self._schedule(head), bool(head.flags & DOWNLOAD)
         return JoinReply(
             version=version,
             round=round_,
             step=step,
             included=included,
-            results=tuple(results),
-            snapshot=snapshot,
             pushed=pushed,
             schedule=schedule,
-            encoded=encoded,
+            downloads=downloads,
+            approximate=bool(head.flags & APPROXIMATE),
+            scalars=self._scalars() if downloads else {},
         )
 
-    def _encoded(self) -> dict[str, Payload]:
-        limit = self._limits.max_segments
-        found, size = encoded_snapshot.parse(self._rest, limits=self._frame_limits, max_tensors=limit)
-        self._take(size, "encoded global model")
-        return found
-
-    def _snapshot(self) -> dict[str, Tensor]:
-        blob = self._take(self.left, "snapshot")
+    def _scalars(self) -> dict[str, Tensor]:
+        blob = self._take(self.left, "scalars")
         return snapshot_bytes.parse(blob, max_bytes=self._limits.max_bytes, max_tensors=self._limits.max_segments)
+
+    def _vector(self) -> str:
+        (length,) = self._take(LENGTH_BYTES, "length of a name")
+        raw = bytes(self._take(length, "name of a vector"))
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"the name of a vector, {raw.hex(' ')}, is not UTF-8; its writer is wrong") from error
+        if not name:
+            raise ProtocolError("a vector without a name; its writer is wrong")
+        return name
 
     def _take(self, size: int, what: str) -> memoryview:
         if size > self.left:
@@ -248,6 +283,12 @@ class MessageReader:
         (length,) = self._take(LENGTH_BYTES, "length of a codec")
         return bytes(self._take(length, "codec of a download")).decode("latin-1")
 
+    def _digest(self, head: Header) -> int | None:
+        if not head.flags & DIGEST:
+            return None
+        (found,) = DIGEST_FIELD.unpack(self._take(DIGEST_BYTES, "digest"))
+        return int(found)
+
     def _included(self, sites: int) -> dict[str, int]:
         self._claim("included sites", sites, self._limits.max_sites, _LEAST_INCLUDED_BYTES)
         included: dict[str, int] = {}
@@ -265,17 +306,42 @@ class MessageReader:
     def _segments(self, count: int) -> tuple[Segment, ...]:
         self._claim("segments", count, self._segments_left, _LEAST_SEGMENT_BYTES)
         self._segments_left -= count
-        segments, end = [], 0
+        segments = []
         for _ in range(count):
-            (start,) = START_FIELD.unpack(self._take(START_BYTES, "start of a segment"))
-            check_segment_order(start, end)
+            intervals = self._intervals()
             payload, size = wire.parse_prefix(self._rest, limits=self._frame_limits)
             self._take(size, "frame")
-            end = start + payload.numel
-            if end > self._limits.max_elements:
+            segment = Segment(intervals, payload) if isinstance(intervals, int) else Segment.at(intervals, payload)
+            if segment.end > self._limits.max_elements:
                 raise SizeLimitError(
-                    f"a segment from {start} up to {end}; MessageLimits.max_elements is {self._limits.max_elements}; "
-                    "both ends must train the same model"
+                    f"a segment from {segment.start} up to {segment.end}; MessageLimits.max_elements is "
+                    f"{self._limits.max_elements}; both ends must train the same model"
                 )
-            segments.append(Segment(start, payload))
+            segments.append(segment)
+        check_disjoint(segments)
         return tuple(segments)
+
+    def _held(self, count: int) -> Intervals:
+        self._claim("intervals", count, self._limits.max_intervals, HELD_SPAN_BYTES)
+        raw = self._take(count * HELD_SPAN_BYTES, "intervals")
+        held = Intervals(tuple((start, start + length) for start, length in HELD_SPAN_FIELD.iter_unpack(raw)))
+        if held.end > self._limits.max_elements:
+            raise SizeLimitError(
+                f"a rank that holds elements up to {held.end}; MessageLimits.max_elements is "
+                f"{self._limits.max_elements}; both ends must train the same model"
+            )
+        return held
+
+    def _intervals(self) -> int | Intervals:
+        """Where a segment lies: where its only interval starts, or all of its intervals."""
+        (start,) = START_FIELD.unpack(self._take(START_BYTES, "start of a segment"))
+        if not start & SEVERAL:
+            return int(start)
+        count = start & ~SEVERAL
+        self._claim("intervals", count, self._intervals_left, SPAN_BYTES)
+        self._intervals_left -= count
+        raw = self._take(count * SPAN_BYTES, "intervals of a segment")
+        found = Intervals(tuple((first, first + length) for first, length in SPAN_FIELD.iter_unpack(raw)))
+        if count < 2:
+            raise ProtocolError(f"a segment of {count} intervals written as several; its writer is wrong")
+        return found

@@ -1,59 +1,130 @@
 """The messages between sites and the global server.
 
+Two kinds. Control messages are small and travel between the coordinators: rank 0 of a site and process 0 of the global
+server. Bulk messages carry values and travel between every rank and the server processes that serve what it holds.
+
 A message is a value. `nbytes` is its exact size on the wire: a header of 32 bytes, the site's name, and for each
-segment where it starts (8 bytes) and its frame. A segment describes itself: decoding it needs nothing else.
+segment where it lies (8 bytes, or 8 and 12 for each interval if there are several) and its frame. A segment describes
+itself: decoding it needs nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from weightgrad import wire
-from weightgrad.codecs import Payload
+from weightgrad import codecs, wire
+from weightgrad.codecs import Codec, Payload
 from weightgrad.codecs.registry import decode_into
 from weightgrad.errors import ProtocolError, SpecError
-from weightgrad.wire import encoded_snapshot, snapshot_bytes
-from weightgrad.wire.sync_schedule import REPORT_BYTES, Report, SyncSchedule
+from weightgrad.kernels import fixed
+from weightgrad.wire import snapshot_bytes
+from weightgrad.wire.intervals import Intervals, Span
+from weightgrad.wire.sync_schedule import MAX_TEXT_BYTES, REPORT_BYTES, Report, SyncSchedule
 
 HEADER_BYTES = 32
 START_BYTES = 8
+SPAN_BYTES = 12
+HELD_SPAN_BYTES = 16
 LENGTH_BYTES = 1
 RATE_BYTES = 8
+DIGEST_BYTES = 8
 RELAYED_BYTES = 20
+PART_BYTES = 4 << 20
+"""A part is closed when its segments have so many bytes; one segment may be longer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """An encoded interval of the flat vector: elements start .. start + numel - 1."""
+    """Encoded elements of the index space: the payload is what lies in the segment's intervals, one after the other.
+
+    Attributes:
+        start: the first element.
+        payload: the encoded values.
+        spans: all intervals if there are several; empty if the segment is one interval from `start` on.
+    """
 
     start: int
     payload: Payload
+    spans: tuple[Span, ...] = ()
 
-    def into(self, flat: Tensor, mode: int) -> None:
-        """Decode the segment into its place in a flat vector.
+    def __post_init__(self) -> None:
+        if not self.spans:
+            return
+        if len(self.spans) < 2 or self.start != self.spans[0][0] or self.intervals.numel != self.payload.numel:
+            raise ProtocolError(
+                f"a segment at {self.start} with {self.payload.numel} values for {self.intervals.numel} elements from "
+                f"{self.intervals.first} on in {len(self.spans)} intervals; wanted as many, the same start, and two "
+                "intervals or more"
+            )
 
-        Args:
-            flat: the vector, changed in place.
-            mode: `kernels.fixed.STORE`, `ADD` or `SUBTRACT`.
+    @staticmethod
+    def at(intervals: Intervals, payload: Payload) -> Segment:
+        """A segment for these intervals.
 
         Raises:
-            ProtocolError: the segment does not lie within the vector.
+            ProtocolError: there are more or fewer values than elements.
         """
-        if not 0 <= self.start <= flat.numel() - self.payload.numel:
-            raise ProtocolError(
-                f"a segment of elements {self.start} to {self.start + self.payload.numel} for a vector of "
-                f"{flat.numel()}; both ends must train the same model"
-            )
-        decode_into(self.payload, flat[self.start : self.start + self.payload.numel], mode)
+        if intervals.numel != payload.numel:
+            raise ProtocolError(f"{payload.numel} values for {intervals.numel} elements from {intervals.first} on")
+        return Segment(intervals.first, payload, intervals.spans if len(intervals.spans) > 1 else ())
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """Where the values lie in the index space."""
+        if self.spans:
+            return Intervals(self.spans)
+        return Intervals(((self.start, self.end),) if self.payload.numel else ())
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.spans[-1][1] if self.spans else self.start + self.payload.numel
+
+    def into(self, vector: Tensor, mode: int, held: Intervals | None = None) -> None:
+        """Decode the segment into its place in a vector.
+
+        Args:
+            vector: changed in place.
+            mode: `kernels.fixed.STORE`, `ADD` or `SUBTRACT`.
+            held: which elements the vector stores; elements that it does not are left out. None: the whole index space.
+
+        Raises:
+            ProtocolError: `held` is None and the segment does not lie within the vector.
+        """
+        if held is None:
+            if not 0 <= self.start <= self.end <= vector.numel():
+                raise ProtocolError(
+                    f"a segment of elements {self.start} to {self.end} for a vector of {vector.numel()}; both ends "
+                    "must train the same model"
+                )
+            held = Intervals.whole(vector.numel())
+        if (place := held.slice_of(self.intervals)) is not None:
+            decode_into(self.payload, vector[place], mode)
+            return
+        values = torch.empty(self.payload.numel, device=vector.device)
+        decode_into(self.payload, values, fixed.STORE)
+        for run in held.runs(self.intervals):
+            mine, theirs = vector[run.mine : run.mine + run.count], values[run.theirs : run.theirs + run.count]
+            if mode == fixed.STORE:
+                mine.copy_(theirs)
+            else:
+                mine.add_(theirs) if mode == fixed.ADD else mine.sub_(theirs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Push:
-    """Site to server: what left the residual in one round. Without segments, nothing was significant."""
+    """Site to server: a site starts a round. What left the residual comes in parts.
+
+    In one process `segments` holds all of it. Between processes the push travels without segments, and each rank of
+    the site sends its own as `PushPart`s. Without any, nothing was significant.
+    """
 
     site: str
     round: int
@@ -65,6 +136,17 @@ class Push:
     final: bool = False  # the site has finished training; later rounds do not wait for it
     rate: float | None = None  # the learning rate of the step, where the server does not know it
     report: Report | None = None  # what the site has measured, where the server sets the sync schedule
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PushPart:
+    """Rank to server process: some segments of a push. The parts of a rank come in order; the last one says so."""
+
+    site: str
+    round: int
+    rank: int
+    segments: tuple[Segment, ...]
+    last: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,13 +174,14 @@ class RoundResult:
     """Server to every site: move the global model by this.
 
     Either the server has aggregated the pushes and encoded the result (`segments`), or it relays them as they came
-    (`relayed`) and every replica computes their weighted mean itself.
+    (`relayed`) and every replica computes their weighted mean itself. Between processes the result travels without
+    segments, and each rank gets what it holds as `ResultPart`s.
     """
 
     version: int
     round: int
     step: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...] = ()
     included: Mapping[str, int] = field(default_factory=dict)  # site -> the round of its push in this result
     rate: float | None = None  # the learning rate to step with; None: every replica knows it
     schedule: SyncSchedule | None = None  # the sync schedule from here on; None: as before
@@ -110,11 +193,43 @@ class RoundResult:
         return (*self.segments, *(segment for push in self.relayed for segment in push.segments or ()))
 
     def without(self, site: str) -> RoundResult:
-        """The result for a site that still has its own pushes: they are left out."""
-        relayed = tuple(
-            replace(push, segments=None) if push.site == site and push.segments else push for push in self.relayed
-        )
+        """The result for a site that still has its own pushes: they are left out, empty ones too."""
+        relayed = tuple(replace(push, segments=None) if push.site == site else push for push in self.relayed)
         return replace(self, relayed=relayed)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ResultPart:
+    """Server process to rank: what a round result says of elements that the rank holds. The last part says so."""
+
+    version: int
+    segments: tuple[Segment, ...]
+    last: bool
+    relayed: tuple[RelayedPush, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelPart:
+    """A part of a model: its weights, or a vector of its optimizer. The last part of a model says so.
+
+    From a rank to a server process it is the first global model; the other way it is a download.
+    """
+
+    version: int
+    vector: str  # "weights", or the name of a vector of the optimizer
+    segments: tuple[Segment, ...]
+    last: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Holding:
+    """Rank to server process, before anything else: which elements the rank holds, so that it is sent only these."""
+
+    site: str
+    rank: int
+    ranks: int  # how many ranks of the site hold elements that this process serves
+    epoch: int  # of the site's processes: those that were started together have the same
+    held: Intervals
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -126,35 +241,42 @@ class Join:
 
     site: str
     version: int  # of the site's global model; -1: it has none
+    epoch: int = 0  # of the site's processes, as in their `Holding`s
+    digest: int | None = None  # of a model that was never trained: if it is the first global model, nothing is sent
     download_codec: str | None = None  # the codec of a download, if the whole model must be sent; None: exact
+    training: bool = False  # the site goes on training while a download comes, so rounds wait for it
 
     def __post_init__(self) -> None:
         if self.download_codec is not None:
             try:
-                encoded_snapshot.codec_of(self.download_codec)
+                check_download_codec(self.download_codec)
             except SpecError as error:
                 raise ProtocolError(f"{self.site!r} asks for a download that cannot be made: {error}") from None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinReply:
-    """Server to site: the way to the present global model, by the results that the site missed or by a download."""
+    """Server to site: the way to the present global model, by the results that the site missed or by a download.
+
+    In one process `results` or `parts` hold all of it. Between processes they are left out and follow as `ResultPart`s
+    or `ModelPart`s.
+    """
 
     version: int
     round: int  # the next round
     step: int
     included: int  # the round of the site's last push that is in the global model
-    results: tuple[RoundResult, ...] = ()
-    snapshot: Mapping[str, Tensor] | None = None
     pushed: int = 0  # the round of the site's last push that the server has received
-    schedule: SyncSchedule | None = None  # the sync schedule in force, with a snapshot
-    encoded: encoded_snapshot.Encoded = field(default_factory=dict)  # the tensors that the snapshot leaves out
+    results: tuple[RoundResult, ...] = ()
+    downloads: bool = False  # whether the whole model is sent
+    approximate: bool = False  # whether it is sent through a lossy codec
+    schedule: SyncSchedule | None = None  # the sync schedule in force, with a download
+    scalars: Mapping[str, Tensor] = field(default_factory=dict)  # what the optimizer keeps beside vectors
+    parts: tuple[ModelPart, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.encoded and self.snapshot is None:
-            raise ProtocolError("a JoinReply with encoded tensors but no snapshot of the rest; its sender is wrong")
-        if self.snapshot is not None and (twice := sorted(self.encoded.keys() & self.snapshot.keys())):
-            raise ProtocolError(f"a JoinReply with {twice[0]!r} both encoded and exact; its sender is wrong")
+        if not self.downloads and (self.approximate or self.scalars or self.parts or self.schedule is not None):
+            raise ProtocolError("a JoinReply without a download, but with parts of one; its sender is wrong")
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,48 +292,150 @@ class Leave:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class InitModel:
-    """Site to server, in a deployment: the weights that training starts from."""
+class FinalPart:
+    """Site to server, before its Leave: what the site adds to the file of the final model.
+
+    All parts of a site together are a safetensors file (`runtime/final_state.py`): the buffers of its module and, where
+    the strategy is judged by quantized weights, those.
+    """
 
     site: str
-    snapshot: Mapping[str, Tensor]
+    place: int  # of this part among the parts, from 0
+    parts: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if self.place >= self.parts:
+            raise ProtocolError(f"{self.site!r} sent part {self.place} of {self.parts} of its final state")
 
 
-Message: TypeAlias = Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | InitModel
+Control: TypeAlias = Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | FinalPart
+"""Messages between the coordinators; they are small and never wait behind bulk. A FinalPart is a piece of a file, and
+a control message because the Leave must not overtake it."""
+
+Bulk: TypeAlias = Holding | PushPart | ResultPart | ModelPart
+"""Messages between a rank and a server process."""
+
+Message: TypeAlias = Control | Bulk
+
+
+def check_download_codec(spec: str) -> Codec:
+    """The codec of a download.
+
+    Args:
+        spec: the codec as text, such as qsgd(bits=8).
+
+    Returns:
+        The codec.
+
+    Raises:
+        SpecError: the text cannot be read, or the codec has a memory.
+    """
+    if not spec.isascii() or not 1 <= len(spec) <= MAX_TEXT_BYTES:
+        raise SpecError(f"the codec {spec[:40]!r}; wanted 1 to {MAX_TEXT_BYTES} ASCII characters, such as qsgd(bits=8)")
+    codec = codecs.parse(spec)
+    if codec.init(torch.zeros(1)):
+        raise SpecError(
+            f"{codec} keeps a memory from round to round, and a download is sent once; take a codec without memory, "
+            "such as qsgd(bits=8) or bf16"
+        )
+    return codec
 
 
 def segments_bytes(segments: Sequence[Segment]) -> int:
     """The size of segments on the wire."""
-    return sum(START_BYTES + wire.frame_bytes(segment.payload) for segment in segments)
+    return sum(
+        START_BYTES + SPAN_BYTES * len(segment.spans) + wire.frame_bytes(segment.payload) for segment in segments
+    )
 
 
 def numel(segments: Sequence[Segment]) -> int:
-    """How many elements of the flat vector the segments cover."""
+    """How many elements of the index space the segments cover."""
     return sum(segment.payload.numel for segment in segments)
 
 
+def cut_push(site: str, round_: int, rank: int, segments: Iterable[Segment]) -> Iterator[PushPart]:
+    """The values of a push as parts of about PART_BYTES; at least one. A part is made as soon as it is full."""
+    for group, last in _grouped((None, (segment,)) for segment in segments):
+        own = tuple(segment for _, of_group in group for segment in of_group)
+        yield PushPart(site=site, round=round_, rank=rank, segments=own, last=last)
+
+
+def cut_result(result: RoundResult) -> Iterator[ResultPart]:
+    """The values of a round result as parts of about PART_BYTES; at least one.
+
+    Every relayed push is in one part or more, also if it has no segments or is left out.
+    """
+    items: list[_Item] = [(None, (segment,)) for segment in result.segments]
+    for push in result.relayed:
+        items += [(push, (segment,)) for segment in push.segments] if push.segments else [(push, ())]
+    for group, last in _grouped(items):
+        segments: tuple[Segment, ...] = ()
+        relayed = []
+        for push_or_none, of_push in groupby(group, key=lambda item: item[0]):
+            found = tuple(segment for _, own in of_push for segment in own)
+            if push_or_none is None:
+                segments = found
+            else:
+                relayed.append(replace(push_or_none, segments=None if push_or_none.segments is None else found))
+        yield ResultPart(version=result.version, segments=segments, last=last, relayed=tuple(relayed))
+
+
+_Item: TypeAlias = tuple[RelayedPush | None, tuple[Segment, ...]]
+"""A segment, or none, and the relayed push that it is of."""
+
+
+def _grouped(items: Iterable[_Item]) -> Iterator[tuple[list[_Item], bool]]:
+    """Items in groups of about PART_BYTES, each with whether it is the last one."""
+    group: list[_Item] = []
+    size = 0
+    for item in items:
+        if size >= PART_BYTES:
+            yield group, False
+            group, size = [], 0
+        group.append(item)
+        size += segments_bytes(item[1])
+    yield group, True
+
+
 def nbytes(message: Message) -> int:
-    """The size of a message on the wire, without packing it."""
+    """The size of a message on the wire, without packing it.
+
+    A push, a round result or a JoinReply with values counts with its parts, as one rank that holds everything sends or
+    gets them.
+    """
     size = HEADER_BYTES
-    if isinstance(message, Push | Join | Leave | InitModel):
+    if isinstance(message, Push | PushPart | Holding | Join | Leave | FinalPart):
         size += len(message.site.encode())
     if isinstance(message, Push | RoundResult):
-        size += segments_bytes(message.segments) + (0 if message.rate is None else RATE_BYTES)
+        size += 0 if message.rate is None else RATE_BYTES
     if isinstance(message, Push):
         size += 0 if message.report is None else REPORT_BYTES
+        if message.segments:
+            size += sum(nbytes(part) for part in cut_push(message.site, message.round, 0, message.segments))
     if isinstance(message, RoundResult | JoinReply):
         size += 0 if message.schedule is None else message.schedule.nbytes
     if isinstance(message, RoundResult):
         size += sum(START_BYTES + len(site.encode()) for site in message.included)
-        size += sum(
-            RELAYED_BYTES + len(push.site.encode()) + segments_bytes(push.segments or ()) for push in message.relayed
-        )
+        size += sum(RELAYED_BYTES + len(push.site.encode()) for push in message.relayed)
+        if message.moves:
+            size += sum(nbytes(part) for part in cut_result(message))
+    if isinstance(message, PushPart | ResultPart | ModelPart):
+        size += segments_bytes(message.segments)
+    if isinstance(message, Holding):
+        size += HELD_SPAN_BYTES * len(message.held.spans)
+    if isinstance(message, ResultPart):
+        size += sum(RELAYED_BYTES + len(push.site.encode()) for push in message.relayed)
+        size += sum(segments_bytes(push.segments or ()) for push in message.relayed)
+    if isinstance(message, ModelPart):
+        size += LENGTH_BYTES + len(message.vector.encode())
+    if isinstance(message, FinalPart):
+        size += len(message.data)
     if isinstance(message, Join):
         size += 0 if message.download_codec is None else LENGTH_BYTES + len(message.download_codec)
-    if isinstance(message, InitModel):
-        size += snapshot_bytes.nbytes(message.snapshot)
+        size += 0 if message.digest is None else DIGEST_BYTES
     if isinstance(message, JoinReply):
         size += sum(nbytes(result) for result in message.results)
-        size += encoded_snapshot.nbytes(message.encoded)
-        size += 0 if message.snapshot is None else snapshot_bytes.nbytes(message.snapshot)
+        size += sum(nbytes(part) for part in message.parts)
+        size += snapshot_bytes.nbytes(message.scalars) if message.downloads else 0
     return size

@@ -1,4 +1,4 @@
-"""Named tensors as bytes: a safetensors file in memory, as it stands at the end of a JoinReply or an InitModel.
+"""Named tensors as bytes: a safetensors file in memory, as it stands at the end of a JoinReply.
 
     ┌───────────┬────────────────────────────┬──────┐
     │ u64: size │ JSON, padded with spaces   │ data │

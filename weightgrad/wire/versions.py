@@ -8,14 +8,17 @@ from __future__ import annotations
 FRAME_VERSION = 1
 """The layout of a frame: one encoded tensor. `docs/wire-format.md`, "Frame"."""
 
-MESSAGE_VERSION = 1
+MESSAGE_VERSION = 2
 """The layout of a message between a site and the global server. `docs/wire-format.md`, "Messages"."""
 
 STREAM_VERSION = 1
 """The records that carry messages in chunks over one stream of a transport. `runtime/transport/records.py`."""
 
-TRANSPORT_VERSION = "4"
+TRANSPORT_VERSION = "5"
 """The calls and metadata of the gRPC transport. `runtime/transport/grpc_settings.py`."""
 
-HANDSHAKE_VERSION = 2
+HANDSHAKE_VERSION = 3
 """The JSON admission request and reply. `runtime/admission.py`."""
+
+INPUT_LOG_VERSION = 1
+"""The files of the log of inputs. `runtime/input_log.py`."""

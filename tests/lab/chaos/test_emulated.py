@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from weightgrad.core.global_model import digest_of
 from weightgrad.event_log import EventLog
 from weightgrad.lab.chaos.emulated import EmulatedChaos, with_conditions
 from weightgrad.lab.chaos.progress_schedule import ProgressFaultSchedule
@@ -17,7 +23,7 @@ from weightgrad.lab.recipes.expansion import Fault
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.fault_schedule import FaultAction, TimedFaultSchedule
 from weightgrad.lab.run.launch import RunProgress
-from weightgrad.runtime import checkpoint
+from weightgrad.wire.intervals import Intervals
 
 TINY = """
 name: tiny
@@ -122,8 +128,8 @@ def test_a_recipe_s_own_faults_come_by_the_clock() -> None:
 class Left:
     """A run directory, made by hand: two sites, three rounds."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, tensor: str = "vector.global_model") -> None:
+        self.directory, self.tensor = directory, tensor
         self.global_models = [torch.full((3,), float(version)) for version in range(4)]
         (directory / "state").mkdir()
         self.rounds: list[dict[str, Any]] = [
@@ -135,7 +141,7 @@ class Left:
         self.last = {"east": 3, "west": 3}
 
     def digest(self, version: int) -> str:
-        return xxhash.xxh3_64_hexdigest(self.global_models[version].numpy().tobytes())
+        return f"{digest_of(self.global_models[version], Intervals.whole(3)):016x}"
 
     def write(self) -> Path:
         with EventLog(self.directory / "events.jsonl", replace=True) as log:
@@ -143,19 +149,28 @@ class Left:
                 log.write("round", 0.0, **line)
         for name, lines in self.sites.items():
             place = self.directory / "state" / name
-            tensors = {"state.global_model.weights": self.global_models[self.last[name]]}
-            checkpoint.write(place, "rank-0", 9, tensors, {"version": self.last[name]})
+            self.write_checkpoint(place / "checkpoint-000000000009", self.last[name])
             with EventLog(place / "events.jsonl", replace=True) as log:
                 for kind, fields in lines:
                     log.write(kind, 0.0, **fields)
         return self.directory
 
+    def write_checkpoint(self, place: Path, version: int) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        (place / "facts.json").write_text(json.dumps({"version": version, "layout": [["w", [3]]]}))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            tensors = {self.tensor: self.global_models[version]}
+            save(tensors, storage_writer=FileSystemWriter(place), no_dist=True)
+
 
 SITES = ("east", "west")
 
 
-def test_a_good_run(tmp_path: Path) -> None:
-    found = audit_deployment(Left(tmp_path).write(), SITES)
+@pytest.mark.parametrize("tensor", ["vector.global_model", "model.w"], ids=["shares updates", "shares gradients"])
+def test_a_good_run(tmp_path: Path, tensor: str) -> None:
+    found = audit_deployment(Left(tmp_path, tensor).write(), SITES)
     assert (found.lost, found.twice, found.differences, found.refused) == ([], [], (), 0)
     assert len(found.pushed) == 6
 

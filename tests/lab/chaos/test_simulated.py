@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from typer.testing import CliRunner
 
 from weightgrad.cli import app
-from weightgrad.core.aggregators import Accumulator
-from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.residual import Residual
+from weightgrad.core.server_shard import PushFacts, ServerShard
+from weightgrad.core.site_shard import ApplyOrder
+from weightgrad.core.update_shard import UpdateShard
 from weightgrad.lab.chaos.random_faults import FAR_SECONDS, LOSS, NARROW, SLOWER, random_conditions, random_faults
 from weightgrad.lab.chaos.simulated import SimulatedChaos, replay
 from weightgrad.lab.chaos.verdict import Verdict, combine, is_deterministic, worst_resume, worst_stall
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.simulation import chosen_strategy
 from weightgrad.lab.sim.conservation import ConservationAudit
-from weightgrad.wire.messages import RoundResult
+from weightgrad.wire.messages import RoundResult, Segment
 
 from ..sim.toy_task import Toy
 
@@ -93,6 +92,15 @@ def test_seeds_differ_and_every_kind_of_fault_is_drawn() -> None:
     assert {f.where[0] for faults in drawn for f in faults if f.what == "kill"} == {"hub", "a", "b", "c"}
 
 
+def test_sharded_sites_and_server_processes_fail_in_parts() -> None:
+    recipe = small().with_settings(["sites.2.sharding=fsdp2", "server.processes=3"])
+    faults = [f for seed in range(60) for f in random_faults(recipe, seed, 10, 1.0)]
+    assert {f.where for f in faults if f.what == "resize"} == {("c", "1"), ("c", "2")}
+    killed = {f.where for f in faults if f.what == "kill-worker"}
+    assert killed == {("c", "0"), ("c", "1"), ("hub", "0"), ("hub", "1"), ("hub", "2")}
+    assert SimulatedChaos.of(recipe).run(3, 12).good
+
+
 def test_the_longest_fault_is_as_long_as_told() -> None:
     faults = [f for seed in range(20) for f in random_faults(small(), seed, 20, 160.0, longest=6.0)]
     assert max(f.for_seconds or 0.0 for f in faults) <= 6.0
@@ -150,17 +158,17 @@ def test_a_run_is_its_seed() -> None:
 
 
 def test_an_update_that_the_server_drops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = Accumulator.add, 0
+    original, calls = ServerShard.receive, 0
 
-    def add(self: Accumulator, sender: str, parts: Any, weight: float = 1.0) -> None:
+    def receive(self: ServerShard, site: str, round_: int, segments: tuple[Segment, ...]) -> PushFacts:
         nonlocal calls
-        calls += bool(parts)
-        original(self, sender, () if calls == 2 and parts else parts, weight)
+        calls += bool(segments)
+        return original(self, site, round_, () if calls == 2 else segments)
 
     chaos = toy("weightgrad, t_global: null")
     seed = next(s for s in range(20) if not any(f.what == "join" for f in random_faults(small(), s, 3, 1.0)))
     chaos.run(seed, 3)  # so that the undisturbed run is a good one
-    monkeypatch.setattr(Accumulator, "add", add)
+    monkeypatch.setattr(ServerShard, "receive", receive)
     found = chaos.run(seed, 3)
     assert not found.good
     assert found.updates_lost == 1
@@ -177,7 +185,7 @@ def test_what_residual_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         calls += 1
         found = original(self, *args, **options)
         if calls == 5:
-            self.vector.zero_()
+            self.whole().zero_()
         return found
 
     chaos = toy("sparseloco, every: 2")
@@ -190,21 +198,18 @@ def test_what_residual_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_global_model_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, global_models = GlobalModel.apply, list[GlobalModel]()
+    original, struck = UpdateShard.apply, False
 
-    def apply(self: GlobalModel, result: RoundResult, mean: Tensor | None = None) -> None:
-        original(self, result, mean)
-        global_models.append(self)
-        if result.version == 2 and self is global_models[0]:  # the server moves first
-            return
-        if result.version == 2 and not torch.equal(self.vector, global_models[0].vector):
-            return
-        if result.version == 2:
-            self.vector[0] += 1e-3
+    def apply(self: UpdateShard, order: ApplyOrder, result: RoundResult) -> None:
+        nonlocal struck
+        original(self, order, result)
+        if order.version == 2 and not struck:
+            struck = True
+            self.global_model[0] += 1e-3
 
     chaos = toy("gaia")
     chaos.run(3, 2)
-    monkeypatch.setattr(GlobalModel, "apply", apply)
+    monkeypatch.setattr(UpdateShard, "apply", apply)
     found = chaos.run(3, 2)
     assert not found.models_equal
     assert "another global model than the server" in found.why

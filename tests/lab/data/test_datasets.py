@@ -20,7 +20,7 @@ FETCHED = {
 }  # fmt: skip
 
 
-def real(name: str) -> Dataset | TextDataset:
+def real(name: str) -> datasets.AnyDataset:
     place = datasets.default_directory() / name
     if not all((place / file.name).is_file() for file in FILES[name]):
         pytest.skip(f"{name} is not fetched; weightgrad data fetch {name}")

@@ -96,7 +96,14 @@ def test_shipped_recipes(path: Path) -> None:
 
 def test_what_the_shipped_recipes_are() -> None:
     shapes = {path.stem: (len(Recipe.load(path).site_list), Recipe.load(path).workers) for path in SHIPPED}
-    assert shapes == {"chaos": (3, 5), "edge": (100, 1000), "laptop": (3, 6), "paper": (2, 8), "world": (8, 32)}
+    assert shapes == {
+        "chaos": (3, 5),
+        "edge": (100, 1000),
+        "imagenet": (2, 4),
+        "laptop": (3, 6),
+        "paper": (2, 8),
+        "world": (8, 32),
+    }
 
 
 def test_a_dump_is_in_base_units_and_yaml_is_readable() -> None:

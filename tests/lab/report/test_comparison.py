@@ -152,6 +152,18 @@ def test_runs_without_an_evaluation_or_a_byte() -> None:
     assert compare({}).rows == ()
 
 
+def test_top5_has_a_column_where_the_data_set_has_it() -> None:
+    plain = run("baseline", [(1, 0.5)])
+    with_top5 = replace(plain, summary={**plain.summary, "top5_accuracy": 0.875})
+    assert not compare({"baseline": [plain]}).has_top5
+    made = compare({"baseline": [with_top5], "other": [run("other", [(1, 0.25)])]})
+    assert comparison_table.headers(made)[:3] == ("strategy", "accuracy %", "top-5 %")
+    assert [row[2] for row in comparison_table.table_rows(made)] == ["87.50", "–"]  # noqa: RUF001
+    page = comparison_table.markdown(made, title="t", command="c", machine="m")
+    assert "| strategy | accuracy % | top-5 % |" in page
+    assert "87.50" in page
+
+
 def test_divergence_is_marked(tmp_path: Path) -> None:
     fake_runs.simulate(fake_runs.recipe(steps=10), tmp_path, status="diverged")
     made = compare({"weightgrad": [Run.read(tmp_path)]})

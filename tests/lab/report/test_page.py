@@ -88,6 +88,18 @@ def test_what_comes_from_files_is_escaped(tmp_path: Path) -> None:
     assert text.count("</script>") == 3
 
 
+def test_the_threshold_of_each_site_is_a_table(tmp_path: Path) -> None:
+    fake_runs.simulate(fake_runs.recipe(steps=10), tmp_path)
+    assert "The threshold of" not in made(tmp_path)
+    log = tmp_path / "events.jsonl"
+    values = [("virginia", 0, 4.0), ("california", 0, 4.0), ("virginia", 12, 2.5)]
+    lines = [{"kind": "threshold", "t": 0.1, "site": site, "step": step, "value": g} for site, step, g in values]
+    log.write_text(log.read_text() + "".join(json.dumps(line) + "\n" for line in lines))
+    text = made(tmp_path)
+    assert "<tr><th>step</th><th>virginia</th><th>california</th></tr>" in text
+    assert "<tr><th>12</th><td>2.50</td><td></td></tr>" in text
+
+
 def test_data_is_finite_json(tmp_path: Path) -> None:
     fake_runs.simulate(fake_runs.recipe(steps=10), tmp_path)
     events = tmp_path / "events.jsonl"

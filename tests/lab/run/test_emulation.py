@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from weightgrad import event_log
-from weightgrad.errors import RecipeError, RunError
+from weightgrad.errors import ModelFileError, RecipeError, RunError
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run import emulation, host_commands
 from weightgrad.lab.run.fault_schedule import FaultAction, fault_actions
-from weightgrad.lab.run.validation import check_prediction, measure_timing, same_model, with_links
+from weightgrad.lab.run.validation import check_prediction, measure_timing, same_model, with_links, with_workers
 
 RECIPE = """
 name: two
@@ -106,7 +106,7 @@ def test_a_command_in_every_site() -> None:
 
 
 def test_timing_and_links(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ModelFileError, match="is not there"):
         same_model(tmp_path, tmp_path)
     moved = with_links(recipe(), 20, 80)
     assert {(link.bandwidth_bit_s, link.delay_seconds) for link in moved.link_list} == {(20e6, 0.04)}
@@ -114,7 +114,9 @@ def test_timing_and_links(tmp_path: Path) -> None:
         for step in range(1, 11):
             log.write("step", 0.5 * step, site="east", step=step, loss=1.0)
             log.write("round", 0.5 * step, version=step, up_bytes=10, down_bytes=4)
-        log.write("site", 5.0, site="east", waiting_seconds=2.0)
+        log.write("site", 5.0, site="east", waiting_seconds=2.0, lan_bytes=77)
     found = measure_timing(tmp_path, ["east"])
     assert (found.step_s, found.round_s, found.waiting_s) == (0.5, 0.5, 0.2)
     assert found.bytes == ((10, 4),) * 10
+    assert found.lan_bytes == (77,)
+    assert [site.workers for site in with_workers(recipe(), 3).site_list] == [3, 3]

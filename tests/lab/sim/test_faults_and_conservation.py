@@ -153,12 +153,43 @@ def _lan_seconds(made: SimulationPlan, nbytes: int) -> float:
     return nbytes * 8 / made.sites[0].lan.bandwidth_bit_s / share
 
 
-@pytest.mark.parametrize(("exchange", "copies"), [("server", 2), ("sharded", 1)])  # two workers; a shard's owner has it
-def test_full_weights_through_the_local_server_are_not_free(exchange: str, copies: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", ["server", "sharded"])  # two workers: the one that serves a tensor has it
+def test_full_weights_through_the_local_server_are_not_free(exchange: str, tmp_path: Path) -> None:
     full, _ = run(tmp_path, plan("weightgrad", changes={"weights": "fp32", "exchange": exchange}))
     steps, numel = 40, full.task.layout.numel
     for one in full.sites:
-        assert one.times.lan_bytes >= steps * copies * 4 * numel
+        assert one.times.lan_bytes >= steps * 4 * numel
+
+
+# -- T and the stall rule -------------------------------------------------------------------
+
+
+def test_a_site_that_hears_nothing_within_t_stalls_until_the_link_heals(tmp_path: Path) -> None:
+    """Workers get no new weights meanwhile; nothing is lost, and the bits are those of a run without a cut."""
+    t, cut, seconds = 0.2, 0.5, 3.0
+    changes = {"trigger": "every(2)", "hide": 0, "overlap": 1000, "t_global": None}
+    fault = Fault(cut, "cut", ("hub", "site-0"), seconds)
+
+    def trained(more: dict[str, Any], *faults: Fault) -> tuple[Simulator, list[dict[str, Any]]]:
+        made = plan("weightgrad", changes=changes | more, faults=faults, steps=150)
+        return run(tmp_path, dataclasses.replace(made, sites=_sites(3, compute=Compute(0.01))))
+
+    _, free_log = trained({}, fault)
+    assert not [e for e in free_log if e["kind"] == "wait"], "without t the site trains on"
+    undisturbed, log = trained({"t": t})
+    assert not [e for e in log if e["kind"] == "wait"], "a link that is well never stalls a site"
+    simulator, log = trained({"t": t}, fault)
+    assert_finished_with_one_model(simulator)
+    assert simulator.server.global_model.digest() == undisturbed.server.global_model.digest()
+    stalled = [e for e in log if e["kind"] == "wait" and e["site"] == "site-0"]
+    (stall,) = [e for e in stalled if e["t"] >= cut + seconds]
+    assert stall["why"] == "stall"
+    began = stall["t"] - stall["seconds"]
+    assert cut < began <= cut + t + 0.05, "the last word before the cut, T, and the step that was under way"
+    steps = [e["t"] for e in log if e["kind"] == "step" and e["site"] == "site-0"]
+    assert not [at for at in steps if began < at < cut + seconds], "no step between stall and release"
+    assert [at for at in steps if at > stall["t"]]
+    assert len([e["t"] for e in free_log if e["kind"] == "step" and began < e["t"] < cut + seconds]) > 50
 
 
 def test_results_that_come_while_a_site_waits_are_handed_to_its_workers(

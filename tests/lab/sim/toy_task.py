@@ -82,8 +82,8 @@ def assert_one_model(simulator: Simulator) -> None:
     """Every site that is there has the server's global model."""
     for site in simulator.sites:
         if site.alive and not site.left:
-            assert site.state.global_model.version == simulator.server.global_model.version
-            assert site.state.global_model.digest() == simulator.server.global_model.digest()
+            assert site.state.version == simulator.server.global_model.version
+            assert site.state.digest() == simulator.server.global_model.digest()
 
 
 def assert_finished_with_one_model(simulator: Simulator) -> None:

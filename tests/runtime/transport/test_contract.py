@@ -3,97 +3,20 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError
-from weightgrad.lab.run.launch import free_port
-from weightgrad.runtime.transport.grpc_client import GrpcClient
-from weightgrad.runtime.transport.grpc_server import GrpcServer
-from weightgrad.runtime.transport.grpc_sessions import TransportLimits
-from weightgrad.runtime.transport.grpc_settings import Keepalive
-from weightgrad.runtime.transport.in_memory import InMemoryClient, InMemoryNetwork, InMemoryServer
-from weightgrad.runtime.transport.transport import ClientTransport, EntryRequest, LinkEvent, ServerTransport, Traffic
+from weightgrad.runtime.transport.transport import (
+    EntryRequest,
+    LinkEvent,
+    Peer,
+    ServerTransport,
+    Traffic,
+)
 
-from .harness import TIMEOUT_S, RecordingApplication, exchange, receive, some_messages, until, wait_event
-
-
-class Implementation(ABC):
-    """Makes servers at one address, and clients that reach it."""
-
-    address: str
-
-    @abstractmethod
-    def make_server(self) -> ServerTransport: ...
-
-    @abstractmethod
-    def make_client(self, site: str, incarnation: int) -> ClientTransport: ...
-
-    @contextmanager
-    def server(self, application: RecordingApplication) -> Iterator[ServerTransport]:
-        made = self.make_server()
-        made.start(application)
-        try:
-            yield made
-        finally:
-            made.stop(0.0)
-
-    @contextmanager
-    def client(self, site: str = "oslo", incarnation: int = 1, *, start: bool = True) -> Iterator[ClientTransport]:
-        made = self.make_client(site, incarnation)
-        try:
-            if start:
-                assert made.enter(b"oslo", TIMEOUT_S) == b"welcome oslo"
-                made.start()
-            yield made
-        finally:
-            made.close(0.0)
-
-
-class OverGrpc(Implementation):
-    def __init__(self) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-
-    def make_server(self) -> ServerTransport:
-        return GrpcServer(self.address, credentials=None, limits=TransportLimits(lost_after_s=0.5))
-
-    def make_client(self, site: str, incarnation: int) -> ClientTransport:
-        keepalive = Keepalive(every_s=1.0, timeout_s=1.0)
-        return GrpcClient(self.address, site=site, incarnation=incarnation, credentials=None, keepalive=keepalive)
-
-
-class InMemory(Implementation):
-    def __init__(self) -> None:
-        self.address, self._network = "hub", InMemoryNetwork()
-
-    def make_server(self) -> ServerTransport:
-        return InMemoryServer(self._network, self.address)
-
-    def make_client(self, site: str, incarnation: int) -> ClientTransport:
-        return InMemoryClient(self._network, self.address, site=site, incarnation=incarnation)
-
-
-@pytest.fixture(params=[OverGrpc, InMemory], ids=["grpc", "in-memory"])
-def transport(request: pytest.FixtureRequest) -> Implementation:
-    made: Implementation = request.param()
-    return made
-
-
-@pytest.fixture
-def application() -> Iterator[RecordingApplication]:
-    made = RecordingApplication()
-    yield made
-    assert not made.overlapping, "two callbacks about one site ran at the same time"
-
-
-@pytest.fixture
-def server(transport: Implementation, application: RecordingApplication) -> Iterator[ServerTransport]:
-    with transport.server(application) as made:
-        yield made
-
+from .harness import LIMA, OSLO, TIMEOUT_S, RecordingApplication, exchange, receive, some_messages, until, wait_event
+from .implementations import Implementation
 
 # -- messages ---------------------------------------------------------------------------------
 
@@ -106,30 +29,30 @@ def test_messages_arrive_whole_once_and_in_order(
         exchange(application, server, client, up, down)
         assert client.receive() is None
         assert client.events() == [LinkEvent.CONNECTED]
-        assert list(server.sessions()) == ["oslo"]
-        assert server.sessions()["oslo"].streams >= 1
+        assert list(server.sessions()) == [OSLO]
+        assert server.sessions()[OSLO].streams >= 1
         assert client.unacknowledged_bytes == 0
-        assert server.traffic_of("oslo").received >= sum(map(len, up))
-        assert server.traffic_of("oslo").sent >= sum(map(len, down))
+        assert server.traffic_of(OSLO).received >= sum(map(len, up))
+        assert server.traffic_of(OSLO).sent >= sum(map(len, down))
         assert client.traffic.sent >= sum(map(len, up))
         assert client.traffic.received >= sum(map(len, down))
-        assert server.traffic_of("lima") == Traffic()
+        assert server.traffic_of(LIMA) == Traffic()
         assert application.lost == []
 
 
 def test_messages_of_several_sites_do_not_mix(
     transport: Implementation, application: RecordingApplication, server: ServerTransport
 ) -> None:
-    with transport.client("oslo") as oslo, transport.client("lima") as lima:
+    with transport.client() as oslo, transport.client(LIMA) as lima:
         for number in range(20):
             oslo.send(b"oslo %d" % number)
             lima.send(b"lima %d" % number)
-            server.send("oslo", b"to oslo %d" % number)
-            server.send("lima", b"to lima %d" % number)
+            server.send(OSLO, b"to oslo %d" % number)
+            server.send(LIMA, b"to lima %d" % number)
         assert [receive(oslo) for _ in range(20)] == [b"to oslo %d" % n for n in range(20)]
         assert [receive(lima) for _ in range(20)] == [b"to lima %d" % n for n in range(20)]
-        until(lambda: len(application.got["oslo"]) == len(application.got["lima"]) == 20)
-        wanted = {name: [b"%s %d" % (name.encode(), n) for n in range(20)] for name in ("oslo", "lima")}
+        until(lambda: len(application.got[OSLO]) == len(application.got[LIMA]) == 20)
+        wanted = {peer: [b"%s %d" % (peer.site.encode(), n) for n in range(20)] for peer in (OSLO, LIMA)}
         assert application.got == wanted
 
 
@@ -137,7 +60,7 @@ def test_what_was_received_is_the_receivers_own(
     transport: Implementation, application: RecordingApplication, server: ServerTransport
 ) -> None:
     kept: list[memoryview] = []
-    application.take = lambda site, data: kept.append(data)
+    application.take = lambda peer, data: kept.append(data)
     with transport.client() as client:
         for number in range(3):
             client.send(bytes([number]) * 100)
@@ -187,7 +110,7 @@ def test_the_reason_of_a_refusal_reaches_the_site(
         with pytest.raises(RefusedError, match="we do not know oslo: ask Zoë"):
             client.enter(b"", TIMEOUT_S)
         assert server.sessions() == {}
-        assert not server.send("oslo", b"nobody is there")
+        assert not server.send(OSLO, b"nobody is there")
 
 
 def test_a_refused_entry_leaves_the_old_session_alone(
@@ -228,7 +151,7 @@ def test_what_is_sent_while_a_site_enters_goes_to_its_new_session(
     transport: Implementation, application: RecordingApplication, server: ServerTransport
 ) -> None:
     def admit(entry: EntryRequest) -> bytes:
-        assert server.send(entry.site, entry.request)
+        assert server.send(entry.peer, entry.request)
         return b"welcome oslo"
 
     application.admit = admit
@@ -248,7 +171,7 @@ def test_a_new_incarnation_replaces_the_old_one(
             wait_event(old, "gone")
             assert "entered again" in old.why
             exchange(application, server, new, [b"new"], [b"to new"])
-            assert server.sessions()["oslo"].incarnation == "2"
+            assert server.sessions()[OSLO].incarnation == "2"
             with pytest.raises(RefusedError, match="started twice"):
                 old.enter(b"", TIMEOUT_S)
             assert application.refused == ["started twice"]
@@ -261,8 +184,8 @@ def test_the_same_incarnation_may_enter_again(
     with transport.client() as client:
         client.send(b"first session")
         assert client.wait_sent(TIMEOUT_S)
-        until(lambda: application.got["oslo"])
-        server.send("oslo", b"dropped with the first session")
+        until(lambda: application.got[OSLO])
+        server.send(OSLO, b"dropped with the first session")
         assert client.enter(b"oslo", TIMEOUT_S) == b"welcome oslo"
         client.start()
         application.got.clear()
@@ -284,10 +207,10 @@ def test_closing_delivers_everything_and_is_seen(
         with pytest.raises(LinkError, match="was closed"):
             client.enter(b"", 0.5)
     until(lambda: application.lost)
-    assert application.lost == [("oslo", True)]
-    assert application.got["oslo"] == messages
+    assert application.lost == [(OSLO, True)]
+    assert application.got[OSLO] == messages
     assert server.sessions() == {}
-    assert not server.send("oslo", b"nobody is there")
+    assert not server.send(OSLO, b"nobody is there")
 
 
 def test_a_site_that_vanishes_is_seen_as_lost(
@@ -298,7 +221,7 @@ def test_a_site_that_vanishes_is_seen_as_lost(
         client.abort()
         client.abort()
         until(lambda: application.lost)
-        assert application.lost == [("oslo", False)]
+        assert application.lost == [(OSLO, False)]
     with transport.client(incarnation=2) as again:
         application.got.clear()
         exchange(application, server, again, [b"three"], [b"four"])
@@ -307,19 +230,19 @@ def test_a_site_that_vanishes_is_seen_as_lost(
 def test_drop_tells_the_site_why(
     transport: Implementation, application: RecordingApplication, server: ServerTransport
 ) -> None:
-    with transport.client() as client, transport.client("lima") as other:
+    with transport.client() as client, transport.client(LIMA) as other:
         wait_event(client, "connected")
-        server.drop("oslo", "the run is over")
-        server.drop("nobody", "")
+        server.drop(OSLO, "the run is over")
+        server.drop(Peer("nobody", 0), "")
         wait_event(client, "refused")
         assert client.why == "the run is over"
         for call in (client.receive, lambda: client.send(b"")):
             with pytest.raises(RefusedError, match="the run is over"):
                 call()
         until(lambda: application.lost)
-        assert application.lost == [("oslo", False)]
+        assert application.lost == [(OSLO, False)]
         other.send(b"the server is well")
-        until(lambda: application.got["lima"] == [b"the server is well"])
+        until(lambda: application.got[LIMA] == [b"the server is well"])
         client.enter(b"oslo", TIMEOUT_S)
         client.start()
         exchange(application, server, client, [b"back"], [b"again"])
@@ -328,7 +251,7 @@ def test_drop_tells_the_site_why(
 def test_a_message_that_the_application_refuses_ends_the_session(
     transport: Implementation, application: RecordingApplication, server: ServerTransport
 ) -> None:
-    def take(site: str, data: memoryview) -> None:
+    def take(peer: Peer, data: memoryview) -> None:
         raise (ProtocolError if len(data) == 3 else ZeroDivisionError)(f"{bytes(data)!r} is not a message")
 
     application.take = take
@@ -340,7 +263,7 @@ def test_a_message_that_the_application_refuses_ends_the_session(
         client.enter(b"oslo", TIMEOUT_S)
         client.start()
         client.send(b"worse")
-        until(lambda: "oslo" not in server.sessions())
+        until(lambda: OSLO not in server.sessions())
         wait_event(client, "lost")
 
 
@@ -350,7 +273,7 @@ def test_stopping_delivers_what_is_queued(
     with transport.client() as client:
         wait_event(client, "connected")
         for number in range(50):
-            server.send("oslo", b"%d" % number)
+            server.send(OSLO, b"%d" % number)
         server.stop(TIMEOUT_S)
         server.stop(0.0)
         assert [receive(client) for _ in range(50)] == [b"%d" % number for number in range(50)]
@@ -363,7 +286,7 @@ def test_a_restarted_server_knows_no_sessions(transport: Implementation) -> None
     with transport.server(first) as before, transport.client() as client:
         client.send(b"one")
         assert client.wait_sent(TIMEOUT_S)
-        until(lambda: first.got["oslo"] == [b"one"])
+        until(lambda: first.got[OSLO] == [b"one"])
         before.stop(0.0)
         client.send(b"dropped")
         with transport.server(second) as after:

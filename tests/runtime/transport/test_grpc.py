@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import datetime
 import random
-import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import grpc
 import pytest
@@ -22,130 +19,35 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from weightgrad.errors import CredentialsError, LinkError, RefusedError
-from weightgrad.runtime.transport.grpc_client import GrpcClient
-from weightgrad.runtime.transport.grpc_server import GrpcServer
+from weightgrad.runtime.transport.channels import STREAM
 from weightgrad.runtime.transport.grpc_sessions import TokenBucket, TransportLimits
 from weightgrad.runtime.transport.grpc_settings import (
     INCARNATION_KEY,
     PROTOCOL_KEY,
+    RANK_KEY,
     SESSION_KEY,
     SITE_KEY,
-    STREAM,
     STREAM_KEY,
-    Keepalive,
 )
 from weightgrad.runtime.transport.records import Ack, Chunk, Hello, to_bytes
-from weightgrad.runtime.transport.socket_bytes import SocketBytes
+from weightgrad.runtime.transport.socket_bytes import SocketBytes, host_of
 from weightgrad.runtime.transport.transport import EntryRequest
 from weightgrad.wire.versions import TRANSPORT_VERSION
 
-from .harness import TIMEOUT_S, RecordingApplication, exchange, receive, some_messages, until, wait_event
-
-QUICK = Keepalive(every_s=1.0, timeout_s=1.0)
-
-
-class Place(RecordingApplication):
-    """A gRPC server that keeps what it gets."""
-
-    def __init__(self, listen: str = "127.0.0.1:0", *, credentials: Any = None, limits: Any = None) -> None:
-        super().__init__()
-        self.server = GrpcServer(listen, credentials=credentials, limits=limits)
-        self.server.start(self)
-        self.address = f"127.0.0.1:{self.server.port}"
-
-
-@contextmanager
-def place(listen: str = "127.0.0.1:0", **more: Any) -> Iterator[Place]:
-    made = Place(listen, **more)
-    try:
-        yield made
-    finally:
-        made.server.stop(0.0)
-
-
-@contextmanager
-def site(
-    address: str, name: str = "oslo", incarnation: str | int = 1, *, start: bool = True, **more: Any
-) -> Iterator[GrpcClient]:
-    client = GrpcClient(
-        address, site=name, incarnation=incarnation, **{"credentials": None, "keepalive": QUICK, **more}
-    )
-    try:
-        if start:
-            assert client.enter(b"oslo", TIMEOUT_S) == b"welcome oslo"
-            client.start()
-        yield client
-    finally:
-        client.close(0.0)
-
-
-class Proxy:
-    """A TCP proxy that can be cut: it hangs up on everybody, or falls silently."""
-
-    def __init__(self, address: str) -> None:
-        host, port = address.split(":")
-        self._target = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open = threading.Event()
-        self._open.set()
-        self._hung_up = 0
-        self._closed = False
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def cut(self, *, silently: bool = False) -> None:
-        self._open.clear()
-        if not silently:
-            self._hung_up += 1
-
-    def heal(self) -> None:
-        self._open.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self.cut()
-        for thread in self._threads:
-            thread.join()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            if not select.select([self._listener], [], [], 0.05)[0]:
-                continue
-            ours, _ = self._listener.accept()
-            if not self._open.is_set():
-                ours.close()
-                continue
-            theirs = socket.create_connection(self._target)
-            self._threads.append(threading.Thread(target=self._carry, args=(ours, theirs), daemon=True))
-            self._threads[-1].start()
-
-    def _carry(self, ours: socket.socket, theirs: socket.socket) -> None:
-        hung_up = self._hung_up
-        with ours, theirs:
-            while hung_up == self._hung_up and not self._closed:
-                for source in select.select([ours, theirs], [], [], 0.05)[0]:
-                    while not self._open.wait(0.05):
-                        if hung_up != self._hung_up or self._closed:
-                            return
-                    try:
-                        data = source.recv(1 << 18)
-                        (theirs if source is ours else ours).sendall(data)
-                    except OSError:
-                        return
-                    if not data:
-                        return
-
-
-@contextmanager
-def proxy(address: str) -> Iterator[Proxy]:
-    made = Proxy(address)
-    try:
-        yield made
-    finally:
-        made.close()
-
+from .grpc_harness import QUICK, Place, place, proxy, site
+from .harness import (
+    LIMA,
+    OSLO,
+    TIMEOUT_S,
+    by_lane,
+    exchange,
+    is_control,
+    receive,
+    some_lane_messages,
+    some_messages,
+    until,
+    wait_event,
+)
 
 # -- messages ---------------------------------------------------------------------------------
 
@@ -153,15 +55,15 @@ def proxy(address: str) -> Iterator[Proxy]:
 @pytest.mark.parametrize("silently", [False, True])
 def test_messages_arrive_through_cuts(silently: bool) -> None:
     chance = random.Random(3)
-    up, down = some_messages(200, 4), some_messages(200, 5)
+    up, down = some_lane_messages(200, 4), some_lane_messages(200, 5)
     limits = TransportLimits(keepalive=QUICK, lost_after_s=0.0)
     with place(limits=limits) as host, proxy(host.address) as between, site(between.address) as client:
 
         def disturb() -> None:
             for part in range(0, 200, 50):
                 for number in range(part, part + 50):
-                    client.send(up[number])
-                    assert host.server.send("oslo", down[number])
+                    client.send(up[number], control=is_control(up[number]))
+                    assert host.server.send(OSLO, down[number], control=is_control(down[number]))
                     if number % 50 == 25:
                         time.sleep(chance.uniform(0.0, 0.3))
                         between.cut(silently=silently)
@@ -170,12 +72,12 @@ def test_messages_arrive_through_cuts(silently: bool) -> None:
 
         thread = threading.Thread(target=disturb, daemon=True)
         thread.start()
-        for message in down:
-            assert receive(client) == message
+        assert by_lane([receive(client) for _ in down]) == by_lane(down)
         thread.join()
         assert client.wait_sent(TIMEOUT_S)
-        until(lambda: len(host.got["oslo"]) >= len(up))
-        assert host.got["oslo"] == up
+        until(lambda: len(host.got[OSLO]) >= len(up))
+        assert by_lane(host.got[OSLO]) == by_lane(up)
+        assert client.receive() is None
         events = client.events()
         assert silently or "lost" in events
         assert not {"gone", "refused"} & set(events)
@@ -188,14 +90,16 @@ def test_what_is_sent_while_cut_arrives_later() -> None:
         host.lost.clear()
         between.cut()
         wait_event(client, "lost")
-        until(lambda: host.lost == [("oslo", False)])
-        client.send(b"from the cut site")
-        assert host.server.send("oslo", b"to the cut site")
+        until(lambda: host.lost == [(OSLO, False)])
+        for control in (False, True):
+            client.send(b"from the cut site", control=control)
+            assert host.server.send(OSLO, b"to the cut site", control=control)
         assert not client.wait_sent(0.1)
+        assert client.unacknowledged_bytes == 2 * len(b"from the cut site")
         between.heal()
         wait_event(client, "connected")
-        assert receive(client) == b"to the cut site"
-        until(lambda: host.got["oslo"] == [b"from the cut site"])
+        assert [receive(client) for _ in range(2)] == [b"to the cut site"] * 2
+        until(lambda: host.got[OSLO] == [b"from the cut site"] * 2)
 
 
 def test_large_messages_wait_for_room() -> None:
@@ -207,13 +111,13 @@ def test_large_messages_wait_for_room() -> None:
 
 def test_bytes_on_sockets() -> None:
     with place() as host:
-        ours = SocketBytes(host.server.port, side="client")
-        theirs = SocketBytes(host.server.port, side="server")
+        ours = SocketBytes(host.server.port, side="client", owner=host_of)
+        theirs = SocketBytes(host.server.port, side="server", owner=host_of)
         if ours.why_not:
             assert ours.sample() is None
             assert ours.total() is None
             pytest.skip(ours.why_not)
-        with site(host.address) as client:
+        with site(host.address, here=True) as client:
             payload = 40_000_000
             client.send(random.Random(1).randbytes(payload))
             assert client.wait_sent(TIMEOUT_S)
@@ -234,21 +138,23 @@ def test_the_server_counts_the_bytes_on_the_sockets_of_each_site() -> None:
         if host.server._sockets.why_not:
             assert host.server.socket_bytes() == {}
             pytest.skip(host.server._sockets.why_not)
-        sizes = {"oslo": 3_000_000, "lima": 9_000_000}
+        sizes = {OSLO: 3_000_000, LIMA: 9_000_000}
         with site(host.address, "oslo") as oslo, site(host.address, "lima") as lima:
             for client, size in zip((oslo, lima), sizes.values(), strict=True):
-                client.send(bytes(size))
+                client.send(bytes(size - 500_000))
+                client.send(bytes(500_000), control=True)
                 assert client.wait_sent(TIMEOUT_S)
-            assert host.server.send("oslo", bytes(2_000_000))
+            assert host.server.send(OSLO, bytes(2_000_000))
             assert receive(oslo)
+            until(lambda: host.server.sessions()[OSLO].unacknowledged_bytes == 0)  # or TCP may not know it yet
             counted = host.server.socket_bytes()
-        for name, size in sizes.items():
-            assert size <= counted[name].received < 1.1 * size, name
-        assert 2_000_000 <= counted["oslo"].sent < 2_300_000
-        assert counted["lima"].sent < 300_000
+        for peer, size in sizes.items():
+            assert size <= counted[peer].received < 1.1 * size, peer
+        assert 2_000_000 <= counted[OSLO].sent < 2_300_000
+        assert counted[LIMA].sent < 300_000
         until(lambda: host.server.sessions() == {})
         later = host.server.socket_bytes()  # the connections are closed, their bytes still count
-        assert later["oslo"].received >= counted["oslo"].received
+        assert later[OSLO].received >= counted[OSLO].received
 
 
 # -- refusals ---------------------------------------------------------------------------------
@@ -282,20 +188,21 @@ def test_messages_too_long_end_the_session_with_the_reason() -> None:
             client.receive()
         with pytest.raises(RefusedError, match="1001 bytes"):
             client.send(b"")
-        until(lambda: host.lost == [("oslo", False)])
+        until(lambda: host.lost == [(OSLO, False)])
         other.send(b"the server is well")
-        until(lambda: host.got["lima"] == [b"the server is well"])
+        until(lambda: host.got[LIMA] == [b"the server is well"])
         # It may come back, and behave.
         client.enter(b"oslo", TIMEOUT_S)
         client.start()
         exchange(host, host.server, client, [bytes(1000)], [b"fine"])
 
 
-def test_too_many_messages_end_the_session_with_the_reason() -> None:
+@pytest.mark.parametrize("lanes", [(False, False), (True, True), (False, True)])
+def test_too_many_messages_end_the_session_with_the_reason(lanes: tuple[bool, bool]) -> None:
     limits = TransportLimits(messages_per_s=0.01, burst=5)
     with place(limits=limits) as host, site(host.address) as client:
-        for _ in range(6):
-            client.send(b"x")
+        for control in 3 * lanes:
+            client.send(b"x", control=control)
         wait_event(client, "refused")
         with pytest.raises(RefusedError, match=r"oslo sends more than 0\.01 messages"):
             client.receive()
@@ -338,9 +245,10 @@ def test_the_peer_is_checked_again() -> None:
 
 def stream_status(address: str, records: list[bytes], **metadata: str) -> tuple[grpc.StatusCode, str]:
     """What a stream opened by hand ends with."""
-    keys = {"site": SITE_KEY, "incarnation": INCARNATION_KEY, "protocol": PROTOCOL_KEY, "session": SESSION_KEY}
-    keys["stream"] = STREAM_KEY
-    named = {"site": "oslo", "incarnation": "1", "protocol": TRANSPORT_VERSION, "session": "", "stream": "0"} | metadata
+    keys = {"site": SITE_KEY, "rank": RANK_KEY, "incarnation": INCARNATION_KEY, "protocol": PROTOCOL_KEY}
+    keys |= {"session": SESSION_KEY, "stream": STREAM_KEY}
+    named = {"site": "oslo", "rank": "0", "incarnation": "1", "protocol": TRANSPORT_VERSION} | metadata
+    named = {"session": "", "stream": "0"} | named
     hold = threading.Event()
 
     def requests() -> Iterator[bytes]:
@@ -361,13 +269,18 @@ def stream_status(address: str, records: list[bytes], **metadata: str) -> tuple[
 def test_streams_of_strangers_are_refused() -> None:
     with place() as host, site(host.address) as client:
         wait_event(client, "connected")
-        key = host.server._sessions["oslo"].id
+        key = host.server._sessions[OSLO].id
         code, why = stream_status(host.address, [])
         assert (code, why) == (grpc.StatusCode.NOT_FOUND, "the global server does not know this session")
         assert stream_status(host.address, [], session=key, incarnation="2")[0] is grpc.StatusCode.NOT_FOUND
-        for stream in ("-1", "64", "x", "9" * 5000):
+        for stream in ("", "-1", "65", "x", "9" * 5000):
             assert stream_status(host.address, [], session=key, stream=stream)[0] is grpc.StatusCode.FAILED_PRECONDITION
         assert stream_status(host.address, [], site="x" * 300)[0] is grpc.StatusCode.FAILED_PRECONDITION
+        assert stream_status(host.address, [], session=key, rank="1")[0] is grpc.StatusCode.NOT_FOUND
+        for rank in ("", "-1", "1.0", "0x1", "65536", "9" * 5000):
+            code, why = stream_status(host.address, [], session=key, rank=rank)
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert "it must be 0 to 65535" in why
         exchange(host, host.server, client, [b"unharmed"], [b"indeed"])
 
 
@@ -382,15 +295,16 @@ def test_streams_of_strangers_are_refused() -> None:
         [to_bytes(Hello(0, 0)), to_bytes(Chunk(1, 0, 1 << 29, bytes(100)))],
     ],
 )
-def test_records_of_a_broken_site_end_its_session(records: list[bytes]) -> None:
+@pytest.mark.parametrize("stream", ["0", "1"])
+def test_records_of_a_broken_site_end_its_session(records: list[bytes], stream: str) -> None:
     with place() as host, site(host.address, start=False) as client:
         client.enter(b"oslo", TIMEOUT_S)
-        session = host.server._sessions["oslo"]
-        code, why = stream_status(host.address, records, session=session.id)
+        session = host.server._sessions[OSLO]
+        code, why = stream_status(host.address, records, session=session.id, stream=stream)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert why
         until(lambda: host.server.sessions() == {})
-        assert session.messages.incoming.buffered_bytes == 0
+        assert session.messages.control.incoming.buffered_bytes == session.messages.bulk.incoming.buffered_bytes == 0
 
 
 # -- TLS --------------------------------------------------------------------------------------
@@ -445,19 +359,24 @@ def test_mutual_tls_tells_who_it_is() -> None:
 # -- the end ----------------------------------------------------------------------------------
 
 
-def test_the_interpreter_exits_whatever_is_open() -> None:
+@pytest.mark.parametrize("channels", ["GrpcChannels", "ProcessChannels"])
+def test_the_interpreter_exits_whatever_is_open(channels: str) -> None:
     script = """
+from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_server import GrpcServer
+from weightgrad.runtime.transport.grpc_settings import channel_options
+from weightgrad.runtime.transport.process_channels import ProcessChannels
 class Open:
     def check_peer(self, entry): pass
     def enter(self, entry): return b""
-    def on_message(self, site, data): pass
-    def on_lost(self, site, left): pass
+    def on_message(self, peer, data, control): pass
+    def on_lost(self, peer, left): pass
     def on_refused(self, reason): pass
 server = GrpcServer("127.0.0.1:0", credentials=None)
 server.start(Open())
-client = GrpcClient(f"127.0.0.1:{server.port}", site="oslo", incarnation=1, credentials=None)
+channels = CHANNELS(f"127.0.0.1:{server.port}", credentials=None, options=channel_options())
+client = GrpcClient(channels, site="oslo", incarnation=1)
 client.enter(b"", 60)
 client.start()
 client.send(bytes(10_000_000))
@@ -465,5 +384,7 @@ client.wait_sent(60)
 client.send(bytes(10_000_000))
 print("done")
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S)
+    ran = subprocess.run(
+        [sys.executable, "-c", script.replace("CHANNELS", channels)], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert (ran.returncode, ran.stdout.strip()) == (0, "done"), ran.stderr

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightgrad.errors import ProtocolError, RefusedError, SpecError
-from weightgrad.runtime.transport.message_stream import MessageStream, Stream
 from weightgrad.runtime.transport.receive_queue import BufferPool, ReceiveQueue
 from weightgrad.runtime.transport.records import (
     MAX_ACKS,
@@ -405,64 +404,3 @@ def test_no_more_memory_is_kept_than_allowed() -> None:
     assert len(buffers.take(6 << 20)) == 6 << 20  # is not kept at all
     assert len(buffers.take(10)) == 10
     del memory
-
-
-# -- message streams --------------------------------------------------------------------------
-
-
-def test_messages_over_streams_that_break() -> None:
-    chance = random.Random(11)
-    ends = [MessageStream(max_message=1 << 22, max_buffered=1 << 23, stream_bytes=1 << 20) for _ in range(2)]
-    messages = [[chance.randbytes(chance.choice([0, 9, 300_000, 2_000_000])) for _ in range(40)] for _ in ends]
-    done = threading.Event()
-
-    def one_way(source: Stream, target: Stream, records: int) -> None:
-        for number, record in enumerate(source.records()):
-            target.handle_record(record)
-            if number == records:
-                break
-        source.close()
-        target.close()
-
-    def streams(seed: int) -> None:
-        mine = random.Random(seed)
-        while not done.is_set():
-            pair = [end.open_stream() for end in ends]
-            ways = [
-                threading.Thread(target=one_way, args=(*way, mine.randrange(1, 60)), daemon=True)
-                for way in (pair, pair[::-1])
-            ]
-            for way in ways:
-                way.start()
-            for way in ways:
-                way.join()
-
-    carriers = [threading.Thread(target=streams, args=(seed,), daemon=True) for seed in range(3)]
-    for carrier in carriers:
-        carrier.start()
-    for end, outgoing in zip(ends, messages, strict=True):
-        for message in outgoing:
-            end.put(message)
-    for end, expected in zip(ends, messages[::-1], strict=True):
-        for message in expected:
-            got = end.get(60)
-            assert got is not None
-            assert got == message
-    for end in ends:
-        assert end.outgoing.wait_empty(60)
-    done.set()
-    for end in ends:
-        end.end()
-    for carrier in carriers:
-        carrier.join()
-
-
-@pytest.mark.parametrize("first", [Ack(0), Chunk(1, 0, 1, b"x")])
-def test_a_stream_starts_with_one_hello(first: Record) -> None:
-    messages = MessageStream(max_message=100, max_buffered=10_000, stream_bytes=100)
-    with pytest.raises(ProtocolError, match="exactly one hello"):
-        messages.open_stream().handle_record(to_bytes(first))
-    stream = messages.open_stream()
-    stream.handle_record(to_bytes(Hello(1, 0)))
-    with pytest.raises(ProtocolError, match="exactly one hello"):
-        stream.handle_record(to_bytes(Hello(1, 0)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from weightgrad.codecs import ErrorFeedback
 from weightgrad.codecs.sparse import check_values_codec
 from weightgrad.core import aggregators, consistency, controller, parts, resume, selectors, triggers  # noqa: F401
+from weightgrad.core.substep import MATCHED
 from weightgrad.errors import SpecError, StrategyError
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ def numbers_are_in_range(strategy: Strategy) -> None:
     parts.check("strategy", "hide", strategy.hide, 0, 10**6, whole=True)
     parts.check("strategy", "relay", strategy.relay, 0, 10**3, whole=True)
     parts.check("strategy", "correction", strategy.correction, 0, 0.9999)
-    if strategy.serial_scale is not None:
+    if strategy.serial_scale is not None and strategy.serial_scale != MATCHED:
         parts.check("strategy", "serial_scale", strategy.serial_scale, 1e-9, 1e6)
     for name in ("t", "t_local", "t_global"):
         value = getattr(strategy, name)
-        if value is not None and not (name == "t_global" and value == "auto"):
+        if value is not None and not (name != "t_local" and value == "auto"):
             parts.check("strategy", name, value, 0, 1e9)
 
 

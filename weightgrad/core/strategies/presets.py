@@ -29,6 +29,7 @@ _WEIGHTGRAD = Strategy(
     down="ef(topk(0.2) > sign())",
     hide=8,
     flush="none",
+    t="auto",
 )
 
 PRESETS = _by_name(
@@ -54,18 +55,18 @@ PRESETS = _by_name(
     ),
     Strategy(
         name="onebit",
-        about="one-bit SGD: signs and column means, momentum before the error feedback, both ways",
-        correction=0.9,
-        up="onebit()",
-        down="onebit()",
+        about="one-bit SGD: signs and column means after a warm start, momentum before the error feedback, both ways",
+        correction=0.7,
+        up="warmup(40, onebit())",
+        down="warmup(40, onebit())",
         per="tensor",
     ),
     Strategy(
         name="adaptive",
-        about="Dryden et al.: the largest 1/64 as column means, momentum before the error feedback, both ways",
-        correction=0.9,
-        up="adaptive(pi=64)",
-        down="adaptive(pi=32)",
+        about="Dryden et al.: the largest 1/64 as column means after a warm start, momentum before the error feedback",
+        correction=0.7,
+        up="warmup(40, adaptive(pi=64))",
+        down_selector="nonzero",
         per="tensor",
     ),
     Strategy(
@@ -96,8 +97,9 @@ PRESETS = _by_name(
     dataclasses.replace(
         _WEIGHTGRAD,
         name="weightgrad-serial",
-        about="weightgrad, with each worker's gradient applied in turn",
+        about="weightgrad, with each worker's gradient applied in turn, as far and as fast as their mean",
         combine="serial",
+        serial_scale="matched",
     ),
     Strategy(
         name="weightgrad-paper",
@@ -105,8 +107,8 @@ PRESETS = _by_name(
         shares="updates",
         exchange="server",
         gradients="terngrad(clip=2.5)",
-        weights="lossaware(bits='ternary')",
-        trigger="significance(threshold=4.0, at_most=8)",
+        weights="lossaware(bits='ternary', fisher=True)",
+        trigger="significance(threshold=4.0, at_most=8, low=2.0)",
         selector="significant('tensor')",
         up="terngrad(clip=2.5)",
         down="qsgd(bits=4)",
@@ -115,6 +117,7 @@ PRESETS = _by_name(
         resume="global_model_and_residual",
         flush="fp32",
         evaluate="quantized",
+        t="auto",
     ),
     Strategy(
         name="diloco",

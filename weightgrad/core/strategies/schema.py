@@ -11,12 +11,14 @@ from weightgrad import codecs
 from weightgrad.codecs import Codec
 from weightgrad.core import parts
 from weightgrad.core.controller import Auto
-from weightgrad.core.server_state import ServerStrategy
-from weightgrad.core.site_state import SiteStrategy
+from weightgrad.core.server_coordinator import ServerStrategy
+from weightgrad.core.site_coordinator import SiteStrategy
 from weightgrad.core.strategies import checks
+from weightgrad.core.substep import MATCHED
 from weightgrad.errors import SpecError, StrategyError
 
 _AUTO_SECONDS = 60.0  # t_global = "auto" until rounds have been measured
+_AUTO_STALL_SECONDS = 30.0  # t = "auto" likewise: a site stalls before the server gives it up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,8 @@ class Strategy:
             "default".
         correction: Momentum of a worker before its codec (the momentum correction of DGC). The optimizer's own
             momentum is then off.
-        serial_scale: Learning rate of a serial step, as a share of the optimizer's; None is 1/n with n workers.
+        serial_scale: Learning rate of a serial step, as a share of the optimizer's; None is 1/n with n workers;
+            "matched" also changes the momentum, so that n serial steps are one mean step.
         trigger: When a round starts.
         selector: Which entries leave the residual in a round.
         up: Codec of a push, from site to server.
@@ -56,7 +59,8 @@ class Strategy:
             measures.
         flush: Codec of the residual at the end of a run; "none" leaves it at the site.
         evaluate: Which weights the accuracy is of: "global_model" or "quantized".
-        t: Seconds without news after which a site stalls; None never.
+        t: Seconds without news after which a site stalls; None never. "auto" is 30, or five rounds where those take
+            longer.
         t_local: Seconds after which a missing site holds the others back; None never.
         t_global: Seconds after which a missing site is lost; None never. "auto" is 60, or ten rounds where those
             take longer.
@@ -72,7 +76,7 @@ class Strategy:
     weights: str = "fp32"
     exempt: str = "default"
     correction: float = 0.0
-    serial_scale: float | None = None
+    serial_scale: float | str | None = None
     trigger: str = "every(1)"
     selector: str = "all"
     up: str = "fp32"
@@ -89,7 +93,7 @@ class Strategy:
     controller: str = "fixed"
     flush: str = "fp32"
     evaluate: str = "global_model"
-    t: float | None = None
+    t: float | str | None = None
     t_local: float | None = None
     t_global: float | str | None = "auto"
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -144,8 +148,26 @@ class Strategy:
         """Adapt the strategy to a site of so many workers: one worker alone has nobody to encode anything for."""
         if workers > 1:
             return self
-        combine = "mean" if self.serial_scale is None else self.combine
-        return dataclasses.replace(self, gradients="fp32", weights="fp32", combine=combine, evaluate="global_model")
+        scaled = self.serial_scale not in (None, MATCHED)  # the others make one serial step one mean step
+        return dataclasses.replace(
+            self,
+            gradients="fp32",
+            weights="fp32",
+            combine=self.combine if scaled else "mean",
+            serial_scale=self.serial_scale if scaled else None,
+            evaluate="global_model",
+        )
+
+    def averaged(self) -> Strategy:
+        """Adapt the strategy to a site whose gradients FSDP2 or DDP averages: its parts inside a site do not apply."""
+        return dataclasses.replace(
+            self.inside(1), combine="mean", correction=0.0, exchange="allreduce", serial_scale=None
+        )
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether no tensor may be cut between two server processes: a codec or an optimizer needs all of it."""
+        return self.per == "tensor" or self.shares == "gradients"
 
     def for_site(self) -> SiteStrategy:
         """Make the parts that a site's state machine needs."""
@@ -160,7 +182,8 @@ class Strategy:
             overlap=self.overlap,
             resume=parts.parse("resume", self.resume),
             flush=self.codec("flush"),
-            t=self.t,
+            t=_AUTO_STALL_SECONDS if isinstance(self.t, str) else self.t,
+            t_adapts=self.t == "auto",
             schedule=auto.first().schedule if (auto := self.auto) is not None else None,
         )
 

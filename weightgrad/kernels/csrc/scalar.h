@@ -40,6 +40,31 @@ static inline uint32_t wg_noise(uint64_t key, uint64_t index) {
     return index & 8 ? x >> 16 : x & 0xffffu;
 }
 
+/* Spreads a key over all 64 bits: SplitMix64's finalizer, as `mix` of noise.py. */
+static inline uint64_t wg_mix(uint64_t key) {
+    key += 0x9e3779b97f4a7c15u;
+    key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9u;
+    key = (key ^ key >> 27) * 0x94d049bb133111ebu;
+    return key ^ key >> 31;
+}
+
+/* What one element adds to a digest: digest.py says why. Keys are unrelated between blocks and
+ * WG_DIGEST_STEP apart in a block; the step is even, so that their low halves stay odd. */
+#define WG_DIGEST_BLOCK (1u << 18)
+#define WG_DIGEST_STEP 0x9e3779b96a09e666u
+#define WG_DIGEST_FACTOR 0x9e3779b1u
+#define WG_DIGEST_SPREAD 0x9e3779b185ebca87u
+
+static inline uint64_t wg_digest_key(uint64_t index) {
+    return (wg_mix(index / WG_DIGEST_BLOCK) | 1u) + index % WG_DIGEST_BLOCK * WG_DIGEST_STEP;
+}
+
+static inline uint64_t wg_digest_term(uint32_t bits, uint64_t key) {
+    uint64_t t = (uint64_t)(bits ^ (uint32_t)(key >> 32)) * WG_DIGEST_FACTOR;
+    uint64_t q = (uint64_t)(uint32_t)(t ^ t >> 32) * (uint32_t)key + (t << 32);
+    return q ^ q >> 32;
+}
+
 /* The map from floats to 16.16 fixed point levels. `inverse` is one step below
  * levels * 65536 / norm, so that |x| <= norm never exceeds the top level; norms
  * too small to invert are first multiplied by 2^64, which is exact. */

@@ -81,7 +81,8 @@ class EmulatedChaos:
         emulation.check(recipe)
         horizon = self.events * self.seconds_per_event
         drawn = random_faults(recipe, self.seed, self.events, horizon, longest=self.longest)
-        strict = is_deterministic(chosen_strategy(recipe))
+        # What ranks push is cut where their shards end, so another number of ranks ends with other bits.
+        strict = is_deterministic(chosen_strategy(recipe)) and all(fault.what != "resize" for fault in drawn)
         if strict:
             self.say("first a simulated run without faults, to compare with")
             simulate(recipe, self.out / "undisturbed")

@@ -18,7 +18,7 @@ from weightgrad.lab.recipes.expansion import Fault, ends
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.units import show_seconds
 
-KINDS = {"kill site": 3, "kill server": 2, "kill-worker": 2, "cut": 3, "flap": 2, "slow": 2}
+KINDS = {"kill site": 3, "kill server": 2, "kill-worker": 2, "resize": 2, "cut": 3, "flap": 2, "slow": 2}
 LOSS = 0.01
 FAR_SECONDS = 0.110  # one way: a round trip of 220 ms
 NARROW = 4  # times less one way than the other
@@ -88,12 +88,19 @@ def _late(draw: random.Random, recipe: Recipe, moments: list[float], horizon: fl
 
 def _fault(draw: random.Random, recipe: Recipe, there: list[str], at: float, seconds: float) -> Fault:
     server = recipe.server.name
-    several = [site for site in recipe.site_list if site.workers > 1 and site.name in there]
-    weights = {kind: weight for kind, weight in KINDS.items() if several or kind != "kill-worker"}
+    several = [(site.name, site.workers) for site in recipe.site_list if site.workers > 1 and site.name in there]
+    several += [(server, recipe.server.processes)] if recipe.server.processes > 1 else []
+    elastic = [site for site in recipe.site_list if site.sharding != "none" and site.workers > 1 and site.name in there]
+    possible = {"kill-worker": bool(several), "resize": bool(elastic)}
+    weights = {kind: weight for kind, weight in KINDS.items() if possible.get(kind, True)}
     (kind,) = draw.choices(list(weights), list(weights.values()))
     if kind == "kill-worker":
-        site = draw.choice(several)
-        return Fault(at, "kill-worker", (site.name, str(draw.randrange(site.workers))), seconds)
+        name, ranks = draw.choice(several)
+        return Fault(at, "kill-worker", (name, str(draw.randrange(ranks))), seconds)
+    if kind == "resize":
+        site = draw.choice(elastic)
+        ranks = draw.choice([ranks for ranks in range(1, site.workers + 1) if site.workers % ranks == 0])
+        return Fault(at, "resize", (site.name, str(ranks)), seconds)
     if kind.startswith("kill"):
         return Fault(at, "kill", (server if kind == "kill server" else draw.choice(there),), seconds)
     link = draw.choice([x.between for x in recipe.link_list if server in x.between])

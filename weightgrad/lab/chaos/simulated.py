@@ -182,8 +182,7 @@ def verdict_of(
     other = [
         s.place.name
         for s in simulator.sites
-        if (s.state.global_model.version, s.state.global_model.digest())
-        != (global_model.version, global_model.digest())
+        if (s.state.version, s.state.digest()) != (global_model.version, global_model.digest())
     ]
     complaints += [f"{name} has another global model than the server" for name in other]
     identical = None
@@ -215,8 +214,9 @@ def _with(plan: SimulationPlan, t_global: float | str | None, faults: Sequence[e
 
 
 def _simulator_fault(fault: expansion.Fault) -> Fault:
-    """As a fault of the simulator, in which a site dies as a whole."""
-    what, where = (fault.what, fault.where) if fault.what != "kill-worker" else ("kill", fault.where[:1])
+    """As a fault of the simulator, in which a site or a server dies as a whole and returns as it was."""
+    parts = fault.what in ("kill-worker", "resize")
+    what, where = ("kill", fault.where[:1]) if parts else (fault.what, fault.where)
     return Fault(fault.at_seconds, what, where, fault.for_seconds, fault.factor or 0.0, fault.period_seconds or 1.0)
 
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from weightgrad import event_log
+from weightgrad.core.global_model import digest_of
 from weightgrad.core.strategies import Strategy
-from weightgrad.runtime import checkpoint
+from weightgrad.runtime.site_checkpoint import newest_global_model
+from weightgrad.wire.intervals import Intervals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +110,12 @@ def worst_stall(rounds: Sequence[float]) -> float:
 def is_deterministic(strategy: Strategy) -> bool:
     """Whether the global model depends on nothing but the recipe.
 
-    That is so if no site is given up, no site runs ahead, and the server requests no rounds by time.
+    That is so if no site is given up, no site runs ahead, and the server requests no rounds by time. A site that stalls
+    waits; what it does is the same.
     """
     plan = strategy.for_site()
     free = plan.consistency.alone or plan.consistency.ahead or plan.consistency.missing
-    return (
-        not free
-        and not plan.trigger.calls
-        and strategy.t_global is None
-        and strategy.t is None
-        and strategy.auto is None
-    )
+    return not free and not plan.trigger.calls and strategy.t_global is None and strategy.auto is None
 
 
 # -- audit of a run with real processes ---------------------------------------------------------
@@ -203,12 +198,11 @@ def _pushed(directory: Path) -> set[int]:
 
 
 def _last_model(directory: Path) -> tuple[int | None, str]:
-    last = checkpoint.newest(directory, "rank-0")
-    if last is None:
+    found = newest_global_model(directory)
+    if found is None:
         return None, ""
-    return int(last.facts["version"]), xxhash.xxh3_64_hexdigest(
-        last.tensors["state.global_model.weights"].numpy().tobytes()
-    )
+    version, vector = found
+    return version, f"{digest_of(vector, Intervals.whole(vector.numel())):016x}"
 
 
 def first_difference(one: Path, other: Path) -> str | None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from weightgrad import units
 from weightgrad.core.guard import Guard
+from weightgrad.core.optimizer_spec import allow_optimizer
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.lab.cli import recipe_argument
 from weightgrad.lab.run import deployment
 from weightgrad.runtime import health
-from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.admission import Admission
+from weightgrad.runtime.security.credentials import Credentials, Revoked
 from weightgrad.runtime.security.tls_check import is_loopback
 from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.server_group import ServerGroup
+from weightgrad.runtime.server_worker import ServerWorker
 from weightgrad.runtime.transport.grpc_server import GrpcServer
-from weightgrad.runtime.transport.grpc_sessions import TransportLimits
 
 
 def serve(
@@ -43,15 +46,27 @@ def serve(
     out: Annotated[Path | None, typer.Option(help="Where to write events.jsonl and the final global model.")] = None,
     until_finished: Annotated[bool, typer.Option(help="End when every site has finished.")] = False,
     insecure: Annotated[bool, typer.Option(help="No certificates and no encryption; on this machine only.")] = False,
-    max_message: Annotated[
-        str, typer.Option(help="The longest message of a site; must exceed the size of the model.")
-    ] = "1 GB",
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of every server process, separated by commas, if sites reach them at other addresses."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:CLASS",
+            help="An optimizer that is not torch's own, for strategies that share gradients; may be repeated.",
+        ),
+    ] = None,
     refuse_norm: Annotated[
         float, typer.Option(help="Refuse updates this many times larger than the last ones of the site; 0: never.")
     ] = 20.0,
 ) -> None:
     """Run the global server for the sites of a recipe: aggregate their updates and send them the results."""
     chosen = recipe_argument.load(recipe, settings)
+    for path in optimizer or ():
+        allow_optimizer(path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     if insecure and not is_loopback(listen):
         raise StrategyError(f"--insecure is for this machine only, not for {listen}; use --listen 127.0.0.1:PORT")
@@ -61,29 +76,50 @@ def serve(
         logging.warning("INSECURE: no certificates, no encryption. Anybody on this machine can join.")
     found = Credentials.load(credentials, server=True) if credentials is not None and not insecure else None
     events = None
+    first = int(os.environ.get("RANK", "0")) == 0
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        events = EventLog(out / "events.jsonl", append=True)
-    options = ServeOptions(
-        state=state,
-        out=out,
-        until_finished=until_finished,
-        guard=Guard(factor=refuse_norm) if refuse_norm > 0 else None,
-    )
+        events = EventLog(out / "events.jsonl", append=True) if first else None
+    group = ServerGroup()
+    if group.spans_machines and advertise is None:
+        raise StrategyError("the server's processes are on several machines; give --advertise an address for each rank")
+    own = None if state is None else state / f"process-{group.number}"
     transport = GrpcServer(
-        listen,
-        credentials=found.for_server() if found is not None else None,
-        limits=TransportLimits.for_messages_of(units.size(max_message)),
+        _port_of(listen, group.number), credentials=found.for_server() if found is not None else None
     )
-    logging.info("listening on %s", listen)
-    server = GlobalServer(deployment.run_config(chosen), options, transport, found, events)
-    page = health.serve(metrics, server.metrics, server.status)
-    logging.info("metrics and health on port %d", page.port)
+    logging.info("listening on port %d", transport.port)
+    config = deployment.run_config(chosen)
+    server: GlobalServer | ServerWorker
+    page: health.HealthServer | None = None
+    if group.number:
+        revoked = Revoked(found.directory / "revoked.txt") if found is not None else None
+        checks = Admission(config, secure=found is not None, revoked=revoked, on_refused=lambda reason: None)
+        server = ServerWorker(
+            config.fit, config.seed, transport, transport.port, checks.check_peer, group, state=own, out=out
+        )
+    else:
+        options = ServeOptions(
+            state=own,
+            out=out,
+            until_finished=until_finished,
+            guard=Guard(factor=refuse_norm) if refuse_norm > 0 else None,
+            advertise=tuple(advertise.split(",")) if advertise is not None else None,
+        )
+        server = GlobalServer(config, options, transport, found, events, group=group)
+        page = health.serve(metrics, server.metrics, server.status)
+        logging.info("metrics and health on port %d", page.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     try:
         server.run()
     finally:
-        page.stop()
+        if page is not None:
+            page.stop()
         if events is not None:
             events.close()
+
+
+def _port_of(listen: str, process: int) -> str:
+    """The address of a server process: the first one listens where it was told, each further one a port higher."""
+    host, _, port = listen.rpartition(":")
+    return f"{host}:{int(port) + process if int(port) else 0}"

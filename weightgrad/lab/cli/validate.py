@@ -13,7 +13,7 @@ from rich.console import Console
 from weightgrad.lab.cli import recipe_argument
 from weightgrad.lab.report import validation_table
 from weightgrad.lab.report.choices import Choice, parse_choices, safe_name
-from weightgrad.lab.run.validation import Validation, ValidationResult, with_links
+from weightgrad.lab.run.validation import Validation, ValidationResult, with_links, with_workers
 
 
 def validate(
@@ -32,6 +32,9 @@ def validate(
         ),
     ] = None,
     rtt: Annotated[str | None, typer.Option(help="Round trips in ms to try, e.g. 10,80,200; needs --mbit.")] = None,
+    workers: Annotated[
+        str, typer.Option(help="Also try sites of so many workers, over the first of the links; '' for none.")
+    ] = "2,4",
     steps: Annotated[int, typer.Option(min=10, help="Training steps of every run.")] = 60,
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.", show_default="runs/NAME-validation", file_okay=False)
@@ -55,7 +58,13 @@ def validate(
 
     directory = out or Path("runs") / safe_name(f"{chosen.name}-validation")
     work = Validation(chosen, directory, kind, delay, say)
-    rows = work.resimulate() if again else _measure(work, parse_choices(strategies), _points(mbit, rtt))
+    rows = (
+        work.resimulate()
+        if again
+        else _measure(
+            work, parse_choices(strategies), _points(mbit, rtt), [int(count) for count in workers.split(",") if count]
+        )
+    )
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     else:
@@ -70,15 +79,23 @@ def _points(mbit: str | None, rtt: str | None) -> Sequence[tuple[float, float] |
 
 
 def _measure(
-    work: Validation, choices: Sequence[Choice], points: Sequence[tuple[float, float] | None]
+    work: Validation,
+    choices: Sequence[Choice],
+    points: Sequence[tuple[float, float] | None],
+    workers: Sequence[int],
 ) -> list[ValidationResult]:
     calibrated, rows = work.calibrate(), []
-    fitted = {c: work.fit(calibrated.with_settings([c.setting]), c.directory) for c in choices}
-    for point in points:
-        for choice, recipe in fitted.items():
-            placed = recipe if point is None else with_links(recipe, *point)
-            place = safe_name(f"{choice.directory}-{point[0]:g}mbit-{point[1]:g}ms" if point else choice.directory)
-            result = work.compare(placed, choice.label, place)
-            work.say(validation_table.line(result))
-            rows.append(result)
+    runs: list[tuple[int | None, Sequence[tuple[float, float] | None]]] = [(None, points)]
+    runs += [(count, points[:1]) for count in workers]
+    for count, own_points in runs:
+        sized = calibrated if count is None else with_workers(calibrated, count)
+        suffix = "" if count is None else f"-{count}-workers"
+        fitted = {c: work.fit(sized.with_settings([c.setting]), f"{c.directory}{suffix}") for c in choices}
+        for point in own_points:
+            for choice, recipe in fitted.items():
+                placed = recipe if point is None else with_links(recipe, *point)
+                place = f"{choice.directory}-{point[0]:g}mbit-{point[1]:g}ms" if point else choice.directory
+                result = work.compare(placed, choice.label, safe_name(f"{place}{suffix}"))
+                work.say(validation_table.line(result))
+                rows.append(result)
     return rows

@@ -4,8 +4,11 @@ CifarNet takes 24x24 images: a random crop and flip in training, the middle in t
 mean 0 and deviation 1, as in the TensorFlow tutorial. The tutorial's random brightness and contrast are left out,
 because the standardisation undoes both except for rounding. Other networks take CIFAR-10 at 32x32, padded by 4, cropped
 and flipped (He et al., 2016), normalised by the mean and deviation of each channel. MNIST and Fashion-MNIST are only
-normalised; digits, the synthetic task and text are used as stored. Folders are treated like CIFAR-10 with ImageNet's
-mean and deviation, padded by an eighth.
+normalised; digits, the synthetic task and text are used as stored.
+
+Folders are treated like ImageNet in Krizhevsky et al. (2012): the shorter side is resized to 8/7 of what the network
+reads (256 for 224) and the middle cropped to a square, before they come here; then a random crop and flip in training,
+the middle in testing, and ImageNet's mean and deviation. Their random changes of colour are left out.
 """
 
 from __future__ import annotations
@@ -34,6 +37,14 @@ _SCALES: dict[
 _PHOTOGRAPHS = ("cifar10", "folder")
 
 
+def margin(model_name: str, size: int) -> int:
+    """How many pixels more than `size` the images of a folder have, so that a random crop has room.
+
+    CifarNet crops in any case, so its images have none.
+    """
+    return 0 if model_name == "cifarnet" else size // 7
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """The processing of images between data set and network; a pure function of its arguments."""
@@ -51,7 +62,8 @@ class Pipeline:
             DataError: The images are too small.
         """
         if self.crop is not None and size < self.crop:
-            raise DataError(f"cifarnet reads images of {self.crop}x{self.crop} or larger, not {size}x{size}")
+            side = f"{self.crop}x{self.crop}"
+            raise DataError(f"a crop of {side} needs images of {side} or larger, not {size}x{size}")
         return size if self.crop is None else self.crop
 
     def train(self, images: Tensor, key: int) -> Tensor:
@@ -98,8 +110,14 @@ def _cut(images: Tensor, y: Tensor, x: Tensor, flip: Tensor, side: int) -> Tenso
     return flat.gather(2, places.expand(n, channels, side * side)).view(n, channels, side, side)
 
 
-def pipeline(dataset_name: str, model_name: str, augment: bool = True) -> Pipeline:
+def pipeline(dataset_name: str, model_name: str, augment: bool = True, *, crop: int | None = None) -> Pipeline:
     """The pipeline for a data set and a network.
+
+    Args:
+        dataset_name: The data set.
+        model_name: The network.
+        augment: Whether training images are cropped and flipped at random.
+        crop: The side of the crop; None: all of the image, and for CifarNet 24.
 
     Raises:
         DataError: There is no such data set.
@@ -112,10 +130,11 @@ def pipeline(dataset_name: str, model_name: str, augment: bool = True) -> Pipeli
     if (known := _SCALES[dataset_name]) is not None and not cifarnet:
         mean, deviation = (torch.tensor(values).view(-1, 1, 1) for values in known)
         scale = (1 / (255 * deviation), -mean / deviation)
+    crop = CIFARNET_SIZE if cifarnet else crop
     return Pipeline(
         scale=scale,
         standardise=cifarnet,
-        crop=CIFARNET_SIZE if cifarnet else None,
-        pad=not cifarnet,
+        crop=crop,
+        pad=crop is None,
         augment=augment and photographs,
     )

@@ -1,8 +1,9 @@
-"""Data sets by name, whole in memory: images or text, with training data and test data.
+"""Data sets by name: images or text, with training data and test data.
 
 `digits` and `synthetic` need no download; `mnist`, `fashion-mnist`, `cifar10` and `sotu` are downloaded by
-`weightgrad data fetch`; `folder` is the user's own images (folder.py). A data set returns samples by their indices:
-which samples a worker uses is decided in shards.py, and how they are augmented in augment.py.
+`weightgrad data fetch`. These are whole in memory. `folder` is the user's own images, which stay on disk (folder.py). A
+data set returns samples by their indices: which samples a worker uses is decided in shards.py, and how they are
+augmented in augment.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from weightgrad.errors import DataError
 from weightgrad.lab.data import builtin, folder
+from weightgrad.lab.data.folder import FolderDataset
 from weightgrad.lab.data.sources import FILES
 
 NAMES = ("cifar10", "digits", "fashion-mnist", "folder", "mnist", "sotu", "synthetic")
@@ -35,7 +38,7 @@ class Dataset:
     test_images: Tensor
     test_labels: Tensor
     site_names: tuple[str, ...] = ()
-    site_ids: Tensor | None = None  # the site of each training image, where the folders of the data set name sites
+    site_ids: Tensor | None = None
 
     @property
     def channels(self) -> int:
@@ -46,6 +49,11 @@ class Dataset:
     def size(self) -> int:
         """Height and width of an image."""
         return self.train_images.shape[2]
+
+    @property
+    def has_top5(self) -> bool:
+        """Whether the top-5 accuracy is reported: not for ten classes, as is usual."""
+        return False
 
     @property
     def train_count(self) -> int:
@@ -70,6 +78,12 @@ class Dataset:
         """Test images and labels of these indices."""
         return self.test_images[indices], self.test_labels[indices]
 
+    def prefetch_train(self, indices: Tensor) -> None:
+        """Nothing to do: all images are in memory."""
+
+    def prefetch_test(self, indices: Tensor) -> None:
+        """Nothing to do: all images are in memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataset:
@@ -88,6 +102,11 @@ class TextDataset:
     def classes(self) -> int:
         """Number of different characters."""
         return len(self.vocabulary)
+
+    @property
+    def has_top5(self) -> bool:
+        """Whether the top-5 accuracy is reported: not for characters, as is usual."""
+        return False
 
     @property
     def size(self) -> int:
@@ -117,6 +136,15 @@ class TextDataset:
         """Test windows, and for each of their characters the next one."""
         return _windows(self.test_tokens, indices, self.context)
 
+    def prefetch_train(self, indices: Tensor) -> None:
+        """Nothing to do: the whole text is in memory."""
+
+    def prefetch_test(self, indices: Tensor) -> None:
+        """Nothing to do: the whole text is in memory."""
+
+
+AnyDataset: TypeAlias = Dataset | TextDataset | FolderDataset
+
 
 def _windows(tokens: Tensor, indices: Tensor, context: int) -> tuple[Tensor, Tensor]:
     places = indices[:, None] * context + torch.arange(context)
@@ -136,8 +164,9 @@ def load(
     limit: int | None = None,
     *,
     size: int = folder.SIZE,
+    threads: int = folder.THREADS,
     context: int = CONTEXT,
-) -> Dataset | TextDataset:
+) -> AnyDataset:
     """Load a data set.
 
     Args:
@@ -146,6 +175,7 @@ def load(
         seed: Decides the order of digits and folders, and what `synthetic` is.
         limit: Keep only so many training samples; None means all.
         size: Side of the images of `folder`.
+        threads: Threads that decode the images of `folder`.
         context: Characters in a window of a text.
 
     Raises:
@@ -157,34 +187,23 @@ def load(
         raise DataError(f"limit {limit} leaves no training samples; give 1 or more, or none for all")
     if name == "sotu":
         return _text(_fetched(name, directory) / "sotu.txt", limit, context)
-    made = _images(name, directory, seed, size)
+    if name == "folder":
+        if directory is None:
+            raise DataError("data set folder needs a directory with train/CLASS/*.png and test/CLASS/*.png")
+        return FolderDataset(folder.find(directory, seed=seed), size=size, threads=threads, limit=limit)
+    made = _images(name, directory, seed)
     if limit is None:
         return made
-    sites = None if made.site_ids is None else made.site_ids[:limit]
-    return replace(made, train_images=made.train_images[:limit], train_labels=made.train_labels[:limit], site_ids=sites)
+    return replace(made, train_images=made.train_images[:limit], train_labels=made.train_labels[:limit])
 
 
-def _images(name: str, directory: Path | None, seed: int, size: int) -> Dataset:
+def _images(name: str, directory: Path | None, seed: int) -> Dataset:
     if name == "digits":
         tensors = builtin.digits(seed)
     elif name == "synthetic":
         tensors = builtin.synthetic(seed)
     elif name == "cifar10":
         tensors = _cifar(_fetched(name, directory))
-    elif name == "folder":
-        if directory is None:
-            raise DataError("data set folder needs a directory with train/CLASS/*.png and test/CLASS/*.png")
-        found = folder.load(directory, size=size, seed=seed)
-        return Dataset(
-            name=name,
-            classes=len(found.class_names),
-            train_images=found.train_images,
-            train_labels=found.train_labels,
-            test_images=found.test_images,
-            test_labels=found.test_labels,
-            site_names=found.site_names,
-            site_ids=found.site_ids,
-        )
     else:
         tensors = _idx_set(_fetched(name, directory))
     a, b, c, d = tensors

@@ -1,8 +1,8 @@
 """The user's own images: DIR/train/CLASS/*.png and DIR/test/CLASS/*.png (or jpg), one folder for each class.
 
 With sites: DIR/SITE/train/CLASS/*; the test images of all sites are put together, and each training image keeps its
-site. An image is converted to RGB, its shorter side resized to `size`, and its middle cropped; all images are kept in
-memory (3 · size² bytes each). Folders of the same name are the same class.
+site. Folders of the same name are the same class. Only the names of the files are kept in memory: images are read and
+decoded by threads while training goes on (image_reader.py).
 """
 
 from __future__ import annotations
@@ -10,34 +10,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weightgrad.errors import DataError
+from weightgrad.lab.data.image_reader import ImageReader
 
 SIZE = 32
+THREADS = 2
 _ENDINGS = {".png", ".jpg", ".jpeg"}
+_AHEAD_BYTES = 2**28  # of decoded images that wait for their step
+_TOP5_CLASSES = 6
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The images of a directory. Training images are in an order that the seed decides."""
+    """The image files of a directory. Training images are in an order that the seed decides."""
 
     class_names: tuple[str, ...]
     site_names: tuple[str, ...]  # empty without sites
-    train_images: Tensor  # (n, 3, size, size) uint8
+    train_paths: tuple[Path, ...]
     train_labels: Tensor
     site_ids: Tensor | None
-    test_images: Tensor
+    test_paths: tuple[Path, ...]
     test_labels: Tensor
 
 
-def load(directory: Path, *, size: int = SIZE, seed: int = 0) -> Folder:
-    """Read every image below a directory.
+def find(directory: Path, *, seed: int = 0) -> Folder:
+    """Find every image below a directory; none is opened.
 
     Raises:
-        DataError: The directory is not laid out as described, or an image cannot be read.
+        DataError: The directory is not laid out as described.
     """
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory; wanted one with train/CLASS/*.png and test/CLASS/*.png")
@@ -63,10 +66,10 @@ def load(directory: Path, *, size: int = SIZE, seed: int = 0) -> Folder:
     return Folder(
         class_names=tuple(classes),
         site_names=tuple(sites),
-        train_images=_read([path for path, _ in train], size),
+        train_paths=tuple(path for path, _ in train),
         train_labels=torch.tensor([number[path.parent.name] for path, _ in train]),
         site_ids=torch.tensor([site for _, site in train]) if sites else None,
-        test_images=_read(test, size),
+        test_paths=tuple(test),
         test_labels=torch.tensor([number[path.parent.name] for path in test]),
     )
 
@@ -75,16 +78,77 @@ def _files(part: Path) -> list[Path]:
     return sorted(p for p in part.glob("*/*") if p.suffix.lower() in _ENDINGS and p.is_file())
 
 
-def _read(paths: list[Path], size: int) -> Tensor:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise DataError("reading images needs pillow; pip install 'weightgrad[demo]'") from None
-    made = np.empty((len(paths), size, size, 3), np.uint8)
-    for row, path in zip(made, paths, strict=True):
-        try:
-            with Image.open(path) as image:
-                row[:] = np.asarray(ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR))
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path} cannot be read as an image ({error}); repair or remove it") from error
-    return torch.from_numpy(made).permute(0, 3, 1, 2).contiguous()
+class FolderDataset:
+    """The images of a folder as a data set: read from disk when they are used, or a little before.
+
+    Args:
+        found: The files.
+        size: The side of the images (n, 3, size, size) that `train` and `test` return.
+        threads: Threads that read and decode; 0 does it in the training thread.
+        limit: Use only so many training images; None means all.
+    """
+
+    name = "folder"
+    channels = 3
+
+    def __init__(self, found: Folder, *, size: int = SIZE, threads: int = THREADS, limit: int | None = None) -> None:
+        if size < 1:
+            raise DataError(f"images of {size}x{size} pixels; give a size of 1 or more")
+        self.class_names = found.class_names
+        self.site_names = found.site_names
+        self.site_ids = None if found.site_ids is None else found.site_ids[:limit]
+        self.size = size
+        self.train_labels = found.train_labels[:limit]
+        self.test_labels = found.test_labels
+        ahead = max(1, _AHEAD_BYTES // (3 * size * size))
+        self._train = ImageReader(found.train_paths[:limit], size, threads=threads, ahead=ahead)
+        self._test = ImageReader(found.test_paths, size, threads=threads, ahead=ahead)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def has_top5(self) -> bool:
+        """Whether the top-5 accuracy is reported: with five classes or fewer it would always be 1."""
+        return self.classes >= _TOP5_CLASSES
+
+    @property
+    def train_count(self) -> int:
+        """Number of training images."""
+        return len(self.train_labels)
+
+    @property
+    def test_count(self) -> int:
+        """Number of test images."""
+        return len(self.test_labels)
+
+    @property
+    def strata(self) -> Tensor:
+        """The labels: what a skewed sharding distributes unevenly."""
+        return self.train_labels
+
+    def train(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Training images and labels of these indices.
+
+        Raises:
+            DataError: An image cannot be read.
+        """
+        return self._train.read(indices), self.train_labels[indices]
+
+    def test(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Test images and labels of these indices.
+
+        Raises:
+            DataError: An image cannot be read.
+        """
+        return self._test.read(indices), self.test_labels[indices]
+
+    def prefetch_train(self, indices: Tensor) -> None:
+        """Start to decode training images that are used next."""
+        self._train.prefetch(indices)
+
+    def prefetch_test(self, indices: Tensor) -> None:
+        """Start to decode test images that are used next."""
+        self._test.prefetch(indices)

@@ -8,6 +8,7 @@ as they stay below 400 Mbit/s together: more would measure the machine.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -150,12 +151,15 @@ class _Server:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):  # it had ended before
+            self._process.communicate()
 
     def rate_bit_s(self, number: int, since: float, until: float) -> float:
         """The rate of a flood between two times in which it was steady."""
-        print(number, file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(number, file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             raise EmulatorError("the server of the self-check has ended unexpectedly; was it killed?")
         return steady_bit_s(json.loads(line), since, until)
@@ -211,8 +215,8 @@ def _rates(network: Network, servers: dict[str, _Server], links: Sequence[WanLin
             flood, number = Flood.of(link, sender), next(_numbers)
             more = (number, flood.connections, flood.seconds, flood.window_bytes)
             started.append((_client(network, sender, receiver, servers[receiver], "flood", *more), flood, number))
-        for (sender, receiver, _), (client, flood, number) in zip(group, started, strict=True):
-            out = _outcome(client, _TIMEOUT_S + 2 * flood.seconds)
+        outcomes = [_outcome(client, _TIMEOUT_S + 2 * flood.seconds) for client, flood, _ in started]
+        for (sender, receiver, _), (_, flood, number), out in zip(group, started, outcomes, strict=True):
             span = (float(out) - flood.steady_seconds, float(out)) if out else (0.0, 0.0)
             found[sender, receiver] = servers[receiver].rate_bit_s(number, *span)
     return found

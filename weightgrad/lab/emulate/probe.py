@@ -75,8 +75,8 @@ class Server:
         if not line:
             sys.exit()
         flood = self._floods.get(int(line), Flood())
-        for connection in tuple(flood.connections):
-            self._close(connection)
+        while flood.connections:
+            self._close(flood.connections.pop())
         print(json.dumps(flood.samples), flush=True)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -86,11 +86,15 @@ class Server:
         self._select.register(connection, selectors.EVENT_READ, self._first)
 
     def _first(self, connection: socket.socket) -> None:
-        got = connection.recv(1)
-        if got == _ECHO:
+        hello = b""
+        with contextlib.suppress(OSError):  # a client that was killed resets its connection
+            hello = connection.recv(1)
+            if hello == _FLOOD:
+                hello += connection.recv(_NUMBER.size)  # sent with the first byte, in one packet
+        if hello == _ECHO:
             self._select.modify(connection, selectors.EVENT_READ, self._echo)
-        elif got == _FLOOD:
-            (number,) = _NUMBER.unpack(connection.recv(_NUMBER.size))
+        elif len(hello) == len(_FLOOD) + _NUMBER.size:
+            (number,) = _NUMBER.unpack(hello[len(_FLOOD) :])
             flood = self._floods.setdefault(number, Flood())
             flood.connections.add(connection)
             self._select.modify(connection, selectors.EVENT_READ, lambda _: self._count(connection, flood))
@@ -109,12 +113,13 @@ class Server:
             if got := connection.recv_into(self._buffer):
                 flood.add(got)
                 return
-        flood.connections.remove(connection)
+        flood.connections.discard(connection)
         self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
-        self._select.unregister(connection)
-        connection.close()
+        if connection.fileno() >= 0:  # a report may have closed it while its own event was waiting in the same turn
+            self._select.unregister(connection)
+            connection.close()
 
 
 def echo(ip: str, port: str, count: str) -> None:

@@ -53,9 +53,23 @@ _MODELS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
 }
 
 
+_FROM_DATA = ("classes", "channels", "size")  # what every model is made for; not options
+
+
 def available() -> dict[str, str]:
     """A one-line description of each model, by name."""
     return {name: line for name, (line, _) in _MODELS.items()}
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """The names of the options of a model.
+
+    Raises:
+        WeightGradError: There is no such model.
+    """
+    if name not in _MODELS:
+        raise WeightGradError(f"no model {name!r}; there are {', '.join(_MODELS)}")
+    return tuple(p for p in inspect.signature(_MODELS[name][1]).parameters if p not in _FROM_DATA)
 
 
 def build(name: str, *, classes: int, channels: int, size: int, seed: int, **options: Any) -> nn.Module:
@@ -72,13 +86,10 @@ def build(name: str, *, classes: int, channels: int, size: int, seed: int, **opt
     Raises:
         WeightGradError: There is no such model or option.
     """
-    if name not in _MODELS:
-        raise WeightGradError(f"no model {name!r}; there are {', '.join(_MODELS)}")
-    make = _MODELS[name][1]
-    allowed = [p for p in inspect.signature(make).parameters if p not in ("classes", "channels", "size")]
+    allowed = option_names(name)
     if wrong := sorted(set(options) - set(allowed)):
         known = f"its options are {', '.join(allowed)}" if allowed else "it has no options"
         raise WeightGradError(f"model {name} has no option {', '.join(wrong)}; {known}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return make(classes=classes, channels=channels, size=size, **options)
+        return _MODELS[name][1](classes=classes, channels=channels, size=size, **options)

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
 def check(recipe: Recipe) -> list[Mistake]:
     """All mistakes of a recipe."""
-    checks: tuple[Callable[[Recipe], Iterator[Mistake]], ...] = (_sites, _links, _reach, _batch, _stragglers, _faults)
+    checks: tuple[Callable[[Recipe], Iterator[Mistake]], ...] = (
+        _sites,
+        _links,
+        _reach,
+        _batch,
+        _sharding,
+        _stragglers,
+        _faults,
+    )
     found = [mistake for look in checks for mistake in look(recipe)]
     return found or list(_membership(recipe))
 
@@ -94,6 +102,16 @@ def _batch(recipe: Recipe) -> Iterator[Mistake]:
         near = f"{below} or {below + workers}" if below else f"{workers}"
         message = f"{batch} samples cannot be shared equally by {workers} workers; nearest that can: {near}"
         yield Mistake(("training", "batch"), message)
+
+
+def _sharding(recipe: Recipe) -> Iterator[Mistake]:
+    for place, entry in enumerate(recipe.sites):
+        if entry.sharding != "none" and recipe.training.clip_norm is not None:
+            message = (
+                f"found {entry.sharding} beside training.clip_norm, which clips the gradient of each worker; "
+                f"{entry.sharding} averages them before: remove one of the two"
+            )
+            yield Mistake(("sites", place, "sharding"), message)
 
 
 def _stragglers(recipe: Recipe) -> Iterator[Mistake]:

@@ -23,6 +23,7 @@ class Site:
     workers: int
     lan: Lan
     compute: Compute
+    sharding: str = "none"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def sites(recipe: Recipe) -> Iterator[Site]:
                 for straggler in compute.stragglers
                 if straggler.site in (None, name, entry.name)
             )
-            yield Site(name, entry.workers, lan, compute.model_copy(update={"stragglers": slow}))
+            own = compute.model_copy(update={"stragglers": slow})
+            yield Site(name, entry.workers, lan, own, entry.sharding)
 
 
 def expand(recipe: Recipe, name: str) -> tuple[str, ...]:

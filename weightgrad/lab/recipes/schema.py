@@ -52,6 +52,17 @@ class Data(Section):
     augment: Boolean = Field(default=False, description="true or false")
     directory: Text | None = Field(default=None, description="a path, or null for where `data fetch` puts it")
     limit: Integer | None = Field(default=None, ge=1, description="a whole number from 1, or null for all")
+    size: Integer | None = Field(
+        default=None, ge=1, le=4096, description="pixels on a side, e.g. 224; folder only; null for 32"
+    )
+    threads: Integer = Field(default=2, ge=0, le=256, description="threads that decode images, from 0; folder only")
+
+    @model_validator(mode="after")
+    def _size_is_for_folders(self) -> Data:
+        if self.size is not None and self.name != "folder":
+            message = f"found {self.size}; only images of folder are resized, not those of {self.name}: remove it"
+            raise MistakesError([Mistake(("size",), message)])
+        return self
 
 
 class Model(Section):
@@ -132,6 +143,9 @@ class Server(Section):
     bandwidth_bit_s: BitRate | None = Field(
         default=None, alias="bandwidth", description="a bit rate, e.g. 1 Gbit/s, or null for unlimited"
     )
+    processes: Integer = Field(
+        default=1, ge=1, le=1024, description="server processes that divide the model, a whole number from 1 to 1024"
+    )
 
 
 class Lan(Section):
@@ -163,6 +177,9 @@ class SiteEntry(Section):
         default=None, ge=1, le=SITE_LIMIT, description=f"with a template: how many, 1 to {SITE_LIMIT}"
     )
     workers: Integer = Field(ge=1, le=SITE_LIMIT, description=f"a whole number from 1 to {SITE_LIMIT}")
+    sharding: Literal["none", "fsdp2"] = Field(
+        default="none", description="none (every worker has the whole model) or fsdp2 (each has its rows)"
+    )
     lan: SiteLan | None = Field(default=None, description="a mapping with what differs from the recipe's lan")
     compute: SiteCompute | None = Field(default=None, description="a mapping with what differs from compute")
 

@@ -56,6 +56,7 @@ class Row:
     waiting_share: float
     quantized_accuracy: float | None
     ema_accuracy: float | None
+    top5_accuracy: float | None
     unfinished: int  # seeds whose run was interrupted
     diverged: int  # seeds whose loss became infinite or NaN
 
@@ -76,6 +77,11 @@ class Comparison:
     def against_baseline(self) -> bool:
         """Whether the reference is the strategy `baseline`, not only the first one."""
         return self.reference == BASELINE
+
+    @property
+    def has_top5(self) -> bool:
+        """Whether the data set has a top-5 accuracy."""
+        return any(row.top5_accuracy is not None for row in self.rows)
 
     def as_list(self) -> list[dict[str, object]]:
         """The list that `--json` prints."""
@@ -161,6 +167,7 @@ def _row(strategy: str, runs: Sequence[Run], reference: Sequence[Run], target: f
         waiting_share=statistics.fmean(s["waiting_share"] for s in summaries),
         quantized_accuracy=_mean(s.get("quantized_accuracy") for s in summaries),
         ema_accuracy=_mean(s.get("ema_accuracy") for s in summaries),
+        top5_accuracy=_mean(s.get("top5_accuracy") for s in summaries),
         unfinished=sum(not run.finished for run in runs),
         diverged=sum(run.status == "diverged" for run in runs),
     )

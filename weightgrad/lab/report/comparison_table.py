@@ -31,8 +31,22 @@ def speedup_text(row: Row) -> str:
     return f"{ratio_text(row.speedup_to_accuracy)} ({row.reached} of {len(row.seeds)})"
 
 
+def headers(comparison: Comparison) -> tuple[str, ...]:
+    """The heads of the columns; the top-5 accuracy has one where the data set has it."""
+    return (*HEADERS[:2], "top-5 %", *HEADERS[2:]) if comparison.has_top5 else HEADERS
+
+
+def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """The cells of all rows as text, for these headers."""
+    found = []
+    for row in comparison.rows:
+        texts = cells(row, comparison.reference)
+        found.append((*texts[:2], percent_text(row.top5_accuracy), *texts[2:]) if comparison.has_top5 else texts)
+    return found
+
+
 def cells(row: Row, reference: str) -> tuple[str, ...]:
-    """The cells of a row as text."""
+    """The cells of a row as text, without the top-5 accuracy."""
     points = NONE if row.difference_points is None or row.strategy == reference else f"{row.difference_points:+.2f}"
     return (
         row.strategy + ("*" if row.unfinished else "") + ("†" if row.diverged else ""),
@@ -89,14 +103,14 @@ def table(comparison: Comparison, width: int) -> Table:
     """The table for a terminal; if the width is too small, the last columns are only in comparison.md."""
     padding = 1 if width < 110 else 3
     made = Table(box=None, pad_edge=False, padding=(0, padding, 0, 0))
-    headers = [header.replace(" ", "\n") if width < 110 else header for header in HEADERS]
-    rows = [cells(row, comparison.reference) for row in comparison.rows]
+    heads = [header.replace(" ", "\n") if width < 110 else header for header in headers(comparison)]
+    rows = table_rows(comparison)
     shown, used = 0, 0
-    for place, header in enumerate(headers):
+    for place, header in enumerate(heads):
         used += padding + max(*map(len, header.split("\n")), 1, *(len(row[place]) for row in rows))
         if place < 3 or used - padding <= width:
             shown = place + 1
-    for place, header in enumerate(headers[:shown]):
+    for place, header in enumerate(heads[:shown]):
         justify: Literal["left", "right"] = "right" if place else "left"
         made.add_column(
             header, justify=justify, no_wrap=place > 0, overflow="fold", vertical="bottom", header_style="dim"
@@ -109,6 +123,7 @@ def table(comparison: Comparison, width: int) -> Table:
 
 def markdown(comparison: Comparison, *, title: str, command: str, machine: str) -> str:
     """The table as a Markdown page, with the command that repeats it."""
+    heads = headers(comparison)
     lines = [
         f"# {title}",
         "",
@@ -118,11 +133,11 @@ def markdown(comparison: Comparison, *, title: str, command: str, machine: str) 
         "",
         f"{machine}.",
         "",
-        "| " + " | ".join(HEADERS) + " |",
-        "|---|" + "---:|" * (len(HEADERS) - 1),
+        "| " + " | ".join(heads) + " |",
+        "|---|" + "---:|" * (len(heads) - 1),
     ]
-    for row in comparison.rows:
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row, comparison.reference)) + " |")
+    for texts in table_rows(comparison):
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in texts) + " |")
     lines += ["", *(f"- {note}" for note in notes(comparison)), ""]
     return "\n".join(lines)
 

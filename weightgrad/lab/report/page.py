@@ -18,13 +18,14 @@ from pathlib import Path
 
 from weightgrad.errors import WeightGradError
 from weightgrad.lab.report.comparison import Comparison, Row, compare, differing, is_own_strategy
-from weightgrad.lab.report.comparison_table import HEADERS, cells, notes, seeds_text
+from weightgrad.lab.report.comparison_table import headers, notes, seeds_text, table_rows
 from weightgrad.lab.report.number_text import bytes_text, percent_text, ratio_text, seconds_text
 from weightgrad.lab.report.page_charts import charts
 from weightgrad.lab.report.runs import Run
 
 _RECIPES = 24  # shown at most
 _DECISIONS = 40  # of a strategy, shown at most
+_EPOCHS = 50  # rows of a table of thresholds
 
 
 def _file(name: str) -> str:
@@ -106,10 +107,12 @@ def _summary(comparison: Comparison) -> str:
         for title, key in (("quantized %", "quantized_accuracy"), ("EMA %", "ema_accuracy"))
         if any(getattr(row, key) is not None for row in comparison.rows)
     ]
-    head = "".join(f"<th scope='col'>{html.escape(text)}</th>" for text in (*HEADERS, *(title for title, _ in extra)))
+    head = "".join(
+        f"<th scope='col'>{html.escape(text)}</th>" for text in (*headers(comparison), *(title for title, _ in extra))
+    )
     body = []
-    for place, row in enumerate(comparison.rows):
-        first, *rest = (*cells(row, comparison.reference), *(column[place] for _, column in extra))
+    for place, (row, texts) in enumerate(zip(comparison.rows, table_rows(comparison), strict=True)):
+        first, *rest = (*texts, *(column[place] for _, column in extra))
         highlight = " class='highlight'" if is_own_strategy(row.strategy) else ""
         body.append(
             f"<tr{highlight}><th scope='row'>{html.escape(first)}</th>"
@@ -204,6 +207,38 @@ def _schedules(groups: Mapping[str, Sequence[Run]]) -> str:
     return "".join(made)
 
 
+def _thresholds(groups: Mapping[str, Sequence[Run]]) -> str:
+    """The significance threshold G over the epochs: one table for each strategy that has one."""
+    made = []
+    for strategy, runs in groups.items():
+        lines = runs[0].thresholds if runs else ()
+        if not lines:
+            continue
+        sites = list(dict.fromkeys(str(line["site"]) for line in lines))
+        by_step: dict[int, dict[str, float]] = {}
+        for line in lines:
+            by_step.setdefault(int(line["step"]), {})[str(line["site"])] = float(line["value"])
+        rows = "".join(
+            f"<tr><th>{step}</th>" + "".join(f"<td>{_threshold(values.get(site))}</td>" for site in sites) + "</tr>"
+            for step, values in sorted(by_step.items())[:_EPOCHS]
+        )
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in ("step", *sites))
+        rest = (
+            f"<p class='soft'>{len(by_step) - _EPOCHS} more are in the event log</p>" if len(by_step) > _EPOCHS else ""
+        )
+        made.append(
+            f"<section class='card'><h2>The threshold of {html.escape(strategy)}</h2>"
+            "<p class='soft'>G at the start and after each epoch, for the first seed: a site sends when its update "
+            "since the last push is at least G times that of one step.</p><div class='scroll'><table>"
+            f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{rest}</section>"
+        )
+    return "".join(made)
+
+
+def _threshold(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 def _recipes(groups: Mapping[str, Sequence[Run]], command: str | None) -> str:
     made = []
     if command:
@@ -293,6 +328,7 @@ def page(
 {_summary(comparison)}
 {_charts(groups, comparison)}
 {_schedules(groups)}
+{_thresholds(groups)}
 {_recipes(groups, command)}
 <footer class="soft">Made by weightgrad. {html.escape(_measured(runs))}</footer>
 <script type="application/json" id="data">{_data(charts(groups, comparison))}</script>

@@ -17,7 +17,7 @@ import yaml
 from weightgrad import event_log
 from weightgrad.errors import RunError
 
-FILES = ("events.jsonl", "summary.json", "wall.json", "recipe.yaml", "model.safetensors")
+FILES = ("events.jsonl", "summary.json", "wall.json", "recipe.yaml", "model.safetensors", "master.safetensors")
 _NUMBERS = ("virtual_seconds", "wan_bytes", "lan_bytes", "waiting_share")  # of a summary
 _KEYS = {
     "run": ("strategy", "seed", "recipe"),
@@ -26,6 +26,7 @@ _KEYS = {
     "evaluate": ("t", "step", "accuracy", "wan_bytes"),
     "fault": ("t", "what", "where"),
     "schedule": ("t", "every", "overlap", "up", "down", "why"),
+    "threshold": ("t", "site", "step", "value"),
     "link": ("between", "bytes"),
     "site": ("site", "compute_seconds", "codec_seconds", "lan_seconds", "waiting_seconds"),
     "end": ("status",),
@@ -50,6 +51,7 @@ class Run:
     status: str  # finished, diverged or interrupted; unfinished if the process was killed
     summary: Line
     wall: Line = field(default_factory=dict)
+    thresholds: tuple[Line, ...] = ()
 
     @classmethod
     def read(cls, directory: Path) -> Run:
@@ -77,6 +79,7 @@ class Run:
             evaluations=tuple(kinds.get("evaluate", ())),
             faults=tuple(kinds.get("fault", ())),
             schedules=tuple(kinds.get("schedule", ())),
+            thresholds=tuple(kinds.get("threshold", ())),
             links=tuple(kinds.get("link", ())),
             sites=tuple(kinds.get("site", ())),
             status=str(ends[-1].get("status")) if ends else "unfinished",

@@ -16,7 +16,8 @@ from weightgrad.lab.report.number_text import bytes_text, percent_text, seconds_
 FILES = (
     ("events.jsonl", "every step, round and evaluation"),
     ("summary.json", "these numbers"),
-    ("model.safetensors", "the final global model"),
+    ("model.safetensors", "the final model"),
+    ("master.safetensors", "its weights in full precision"),
     ("recipe.yaml", "the recipe, with all defaults"),
 )
 
@@ -26,8 +27,8 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     made = [("accuracy", f"{percent_text(summary['accuracy'])} %")] if summary.get("accuracy") is not None else []
     made += [
         (f"{kind} accuracy", f"{percent_text(value)} %")
-        for kind in ("quantized", "ema")
-        if (value := summary.get(f"{kind}_accuracy")) is not None
+        for kind, key in (("top-5", "top5"), ("quantized", "quantized"), ("ema", "ema"))
+        if (value := summary.get(f"{key}_accuracy")) is not None
     ]
     if summary.get("loss") is not None:
         made.append(("loss", f"{summary['loss']:.4f}"))
@@ -65,8 +66,10 @@ def show_deployment(summary: Mapping[str, Any], directory: Path, console: Consol
     """Print the result of a run with real processes."""
     emulated = summary.get("emulated")
     waiting = ", ".join(f"{site} {seconds_text(s)}" for site, s in summary["waiting_seconds"].items())
+    top5 = summary.get("top5_accuracy")
     for name, value in (
         ("accuracy", f"{percent_text(summary['accuracy'], 2)} %"),
+        *((("top-5 accuracy", f"{percent_text(top5, 2)} %"),) if top5 is not None else ()),
         ("wall time", f"{seconds_text(summary['wall_seconds'])}, including the start of the processes"),
         ("rounds", str(summary["rounds"])),
         ("WAN traffic", f"{bytes_text(summary['wan_bytes'])} of messages"),

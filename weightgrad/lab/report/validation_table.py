@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from weightgrad.lab.report.number_text import bytes_text
 from weightgrad.lab.run.validation import Prediction, ValidationResult
 from weightgrad.machine import measured_on
 
 _HEAD = (
-    "strategy", "Mbit/s", "RTT ms", "step, simulated", "emulated", "error", "round", "emulated ", "waiting",
-    "emulated  ", "bytes", "models",
+    "strategy", "workers", "Mbit/s", "RTT ms", "step, simulated", "emulated", "error", "round", "emulated ", "waiting",
+    "emulated  ", "WAN bytes", "LAN, simulated", "emulated   ", "LAN bytes", "models",
 )  # fmt: skip
 
 
 def _cells(row: ValidationResult) -> list[str]:
     return [
         row.strategy,
+        _workers(row),
         f"{row.mbit_s:g}",
         f"{row.rtt_ms:g}",
         f"{1e3 * row.simulated_step_s:.1f} ms",
@@ -29,16 +31,25 @@ def _cells(row: ValidationResult) -> list[str]:
         f"{1e3 * row.simulated_waiting_s:.1f} ms",
         f"{1e3 * row.emulated_waiting_s:.1f} ms",
         "equal" if row.bytes_equal else "differ",
+        bytes_text(row.simulated_lan_bytes),
+        bytes_text(row.emulated_lan_bytes),
+        "equal" if row.lan_bytes_equal else "differ",
         "equal" if row.models_equal else "differ",
     ]
+
+
+def _workers(row: ValidationResult) -> str:
+    return ", ".join(str(count) for count in sorted(set(row.workers)))
 
 
 def line(row: ValidationResult) -> str:
     """One result as a line of text."""
     return (
-        f"{row.strategy} at {row.mbit_s:g} Mbit/s, {row.rtt_ms:g} ms: a step takes {1e3 * row.simulated_step_s:.1f} ms "
-        f"simulated and {1e3 * row.emulated_step_s:.1f} ms emulated ({100 * row.relative_error:+.1f} %); bytes "
-        f"{'equal' if row.bytes_equal else 'differ'}, global models {'equal' if row.models_equal else 'differ'}; "
+        f"{row.strategy}, workers a site: {_workers(row)}, at {row.mbit_s:g} Mbit/s, {row.rtt_ms:g} ms: a step takes "
+        f"{1e3 * row.simulated_step_s:.1f} ms "
+        f"simulated and {1e3 * row.emulated_step_s:.1f} ms emulated ({100 * row.relative_error:+.1f} %); WAN bytes "
+        f"{'equal' if row.bytes_equal else 'differ'}, LAN bytes {'equal' if row.lan_bytes_equal else 'differ'}, "
+        f"global models {'equal' if row.models_equal else 'differ'}; "
         f"{row.verdict}"
     )
 
@@ -48,6 +59,9 @@ def prediction_text(found: Prediction) -> str:
     off = found.simulated.step_s / found.emulated.step_s - 1
     model = "the same global model, bit for bit, as" if found.models_equal else "ANOTHER global model than"
     same = "the same bytes in every round" if found.simulated.bytes == found.emulated.bytes else "other bytes"
+    if any(found.simulated.lan_bytes):
+        inside = found.simulated.lan_bytes == found.emulated.lan_bytes
+        same += f" and {'the same' if inside else 'OTHER'} bytes inside the sites"
     return (
         f"It ended with {model} the simulator predicted, with {same}. "
         f"A step took {1e3 * found.emulated.step_s:.1f} ms; "

@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from weightgrad.core import optimizers
 from weightgrad.errors import RecipeError
@@ -81,12 +83,16 @@ def train(
         download_codec=download_codec,
         metrics=metrics,
     )
-    if site.group.size != (wanted := recipe.site_list[number].workers):
+    wanted, sharded = recipe.site_list[number].workers, recipe.site_list[number].sharding == "fsdp2"
+    if wanted % site.group.size or (not sharded and wanted != site.group.size):
         raise RecipeError(
             f"{recipe.name} has {wanted} workers in {name}, and {site.group.size} were started; "
-            f"use torchrun --nproc-per-node {wanted}"
+            f"use torchrun --nproc-per-node {wanted}" + (", or a divisor of it" if sharded else "")
         )
+    workers = range(site.group.rank, wanted, site.group.size)
     task = Training(recipe)
+    if sharded and site.group.size > 1:
+        fully_shard(task.module, mesh=init_device_mesh("cpu", (site.group.size,)))
     chosen = recipe.training.optimizer
     optimizer = optimizers.build(chosen.name, list(task.module.parameters()), optimizer_options(chosen))
     site.prepare(task.module, optimizer, samples=task.samples(number))
@@ -98,11 +104,12 @@ def train(
             optimizers.set_rate(optimizer, rate(step - 1))
             site.new_epoch()
         began = time.monotonic()
-        loss = task.backward(number, site.group.rank, step)
+        loss = sum(task.backward(number, worker, step, share=1 / len(workers)) for worker in workers)
         if pacer is not None:
             pacer.wait(began, step)
         optimizers.set_rate(optimizer, rate(step))
         optimizer.step()
+        optimizer.zero_grad()
         if site.events is not None:
             site.note(loss)
     if pacer is not None and site.events is not None:

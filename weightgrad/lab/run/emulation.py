@@ -99,6 +99,11 @@ class Emulation:
         server = self.recipe.server.name
         own = self.wan.host(server).address
         alone = own == LOOPBACK  # a modelled network: all hosts share the ports of this machine
+        if alone and self.recipe.server.processes > 1:
+            raise RecipeError(
+                f"{self.recipe.name}: a modelled network has one relay from each site to the server, which has "
+                f"{self.recipe.server.processes} processes; use --kind root or rootless, or server.processes=1"
+            )
         launch.prepare(self.recipe, self.out, ["localhost"] if alone else ["localhost", own])
         port = launch.free_port() if alone else PORT
         listen = f"{own}:{port}"
@@ -224,6 +229,9 @@ class Emulation:
             self._cuts[where] -= 1
             if not self._cuts[where]:
                 self.wan.heal(*where)
+        elif what == "resize":
+            self.kill(name)
+            self.commands[name] = launch.with_ranks(self.commands[name], int(where[1]))
         elif what == "kill-worker":
             if not self.kill_worker(where[0], int(where[1])):
                 self.happened(f"  {where[0]} had no worker {where[1]} at that moment")

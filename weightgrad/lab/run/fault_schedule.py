@@ -18,9 +18,10 @@ class FaultAction:
 
     Attributes:
         at: When, in seconds.
-        what: kill or start (a site or the server); kill-worker (a site and a rank); or, of a link: cut and heal, slow
-            (to a fraction of its rate) and unslow (that fraction ends), rate (its rate from now on).
-        where: One name, a site and a rank, or the two ends of a link.
+        what: kill or start (a site or the server); kill-worker (a site or the server, and a rank); resize (a site, and
+            how many ranks it will have when it is started again); or, of a link: cut and heal, slow (to a fraction of
+            its rate) and unslow (that fraction ends), rate (its rate from now on).
+        where: One name, a name and a number, or the two ends of a link.
         bit_s: For rate: the new rate.
         factor: For slow and unslow: the fraction of the rate.
     """
@@ -96,6 +97,9 @@ def actions_of(fault: Fault) -> list[FaultAction]:
         return [FaultAction(at, "start", where)]
     if fault.what == "kill-worker":
         return [FaultAction(at, "kill-worker", where)]  # torchrun restarts it
+    if fault.what == "resize":
+        begin = FaultAction(at, "resize", where)
+        return [begin, FaultAction(until if until is not None else at, "start", where[:1])]
     if fault.what == "flap":
         return _flaps(at, until if until is not None else at, where, fault.period_seconds or 1.0)
     end = {"kill": "start", "slow": "unslow", "cut": "heal"}[fault.what]

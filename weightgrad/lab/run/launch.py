@@ -6,6 +6,7 @@ own; if one fails, the others are ended and the last lines of its log are shown.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,14 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from safetensors.torch import load_file
-
 from weightgrad import event_log
 from weightgrad.errors import RunError
 from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.model_file import read
 from weightgrad.lab.run.simulation import chosen_strategy
-from weightgrad.lab.run.task import Training
+from weightgrad.lab.run.task import Training, evaluate
 from weightgrad.runtime.security import certificates
+
+SITE_RESTARTS = 3
+SERVER_RESTARTS = 100
+"""How often torchrun starts the processes of a site, or of the server, again after one has ended."""
 
 Popen: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -111,21 +115,33 @@ def commands(
     python, written = sys.executable, str(out / "recipe.yaml")
     found = {
         "server": [
-            python, "-m", "weightgrad", "serve", written, "--credentials", str(out / "certs"),
-            "--state", str(out / "state" / "server"), "--listen", listen, "--metrics", "127.0.0.1:0",
-            "--out", str(out), "--until-finished",
+            python, *_run(recipe.server.processes, SERVER_RESTARTS), "serve", written,
+            "--credentials", str(out / "certs"), "--state", str(out / "state" / "server"),
+            "--listen", listen, "--metrics", "127.0.0.1:0", "--out", str(out), "--until-finished",
         ]
     }  # fmt: skip
     for site in recipe.site_list:
-        run = ["-m", "weightgrad"]
-        if site.workers > 1:
-            run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(site.workers)]
-            run += ["--max-restarts", "3", "-m", "weightgrad"]
         found[site.name] = [
-            python, *run, "train", written, "--site", site.name, "--server", address(site.name),
+            python, *_run(site.workers, SITE_RESTARTS), "train", written,
+            "--site", site.name, "--server", address(site.name),
             "--credentials", str(out / "certs"), "--state", str(out / "state" / site.name), *extra,
         ]  # fmt: skip
     return found
+
+
+def _run(processes: int, restarts: int) -> list[str]:
+    """What comes before the subcommand of `weightgrad`, for one process or for several under torchrun."""
+    if processes == 1:
+        return ["-m", "weightgrad"]
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*run, "--max-restarts", str(restarts), "-m", "weightgrad"]
+
+
+def with_ranks(command: list[str], ranks: int) -> list[str]:
+    """The command of a sharded site for another number of ranks."""
+    start = command.index("weightgrad") - 1
+    restarts = int(command[command.index("--max-restarts") + 1]) if "--max-restarts" in command else SITE_RESTARTS
+    return [command[0], *_run(ranks, restarts), *command[start + 2 :]]
 
 
 def launch(recipe: Recipe, out: Path, *, watch: Callable[[RunProgress], None] | None = None) -> dict[str, Any]:
@@ -143,7 +159,7 @@ def launch(recipe: Recipe, out: Path, *, watch: Callable[[RunProgress], None] | 
         RunError: A process has failed.
     """
     chosen_strategy(recipe)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port(recipe.server.processes)}"
     prepare(recipe, out)
     processes = Processes(out / "logs")
     began = time.monotonic()
@@ -160,7 +176,7 @@ def prepare(recipe: Recipe, out: Path, names: Sequence[str] = ("localhost",)) ->
     """Make a run directory with the recipe and certificates; `names` are the server's host names or addresses."""
     for name in ("certs", "logs", "state"):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("events.jsonl", "summary.json", "model.safetensors"):
+    for name in ("events.jsonl", "summary.json", "model.safetensors", "master.safetensors"):
         (out / name).unlink(missing_ok=True)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "recipe.yaml").write_text(recipe.to_yaml())
@@ -210,19 +226,22 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def finish(recipe: Recipe, out: Path, seconds: float) -> dict[str, Any]:
-    """Evaluate the global model, add the sites' last entries to the event log, and write the summary."""
+    """Evaluate the final model, add the sites' last entries to the event log, and write the summary."""
     task = Training(recipe)
-    tensors = load_file(str(out / "model.safetensors"))
-    global_model = task.initial()
-    for slot in task.layout.slots:
-        slot.of(global_model).copy_(tensors[slot.name])
-    score = task.evaluate(global_model)
+    score = evaluate(task, read(out).tensors)
     where = {site.name: out / "state" / site.name / "events.jsonl" for site in recipe.site_list}
     ends = [entry for path in where.values() for entry in read_events(path) if entry["kind"] == "site"]
     with event_log.EventLog(out / "events.jsonl", append=True) as events:
         for entry in ends:
             events.write("site", entry["t"], **{k: v for k, v in entry.items() if k not in ("kind", "t")})
-        events.write("evaluate", seconds, accuracy=score.accuracy, loss=score.loss, step=recipe.training.steps)
+        events.write(
+            "evaluate",
+            seconds,
+            accuracy=score.accuracy,
+            loss=score.loss,
+            top5_accuracy=score.top5,
+            step=recipe.training.steps,
+        )
     now = progress_of(recipe, out, seconds)
     summary = {
         "name": recipe.name,
@@ -231,6 +250,7 @@ def finish(recipe: Recipe, out: Path, seconds: float) -> dict[str, Any]:
         "status": "finished",
         "steps": recipe.training.steps,
         "accuracy": score.accuracy,
+        "top5_accuracy": score.top5,
         "loss": score.loss,
         "wall_seconds": seconds,
         "rounds": now.rounds,
@@ -241,8 +261,14 @@ def finish(recipe: Recipe, out: Path, seconds: float) -> dict[str, Any]:
     return summary
 
 
-def free_port() -> int:
-    """A TCP port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """The first of so many TCP ports in a row of this machine that are free now."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                for further in range(1, count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + further))
+                return port

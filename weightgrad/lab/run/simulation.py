@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from weightgrad import wire
@@ -25,6 +24,7 @@ from weightgrad.event_log import EventLog
 from weightgrad.lab.recipes.expansion import Site
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.recipes.schema import Decay
+from weightgrad.lab.run import checkpoint
 from weightgrad.lab.run.task import Training
 from weightgrad.lab.sim.compute import Compute, Straggler
 from weightgrad.lab.sim.links import Link
@@ -32,6 +32,8 @@ from weightgrad.lab.sim.local_network import LocalNetwork
 from weightgrad.lab.sim.plan import Fault, SimulationPlan, SiteSpec
 from weightgrad.lab.sim.simulator import Progress, Simulator
 from weightgrad.lab.sim.task import Task
+from weightgrad.runtime.final_model import write_whole_model
+from weightgrad.runtime.final_state import FinalState
 
 __all__ = ["Progress", "chosen_strategy", "fitted_strategy", "simulate", "simulation_plan"]
 
@@ -109,7 +111,8 @@ def simulation_plan(recipe: Recipe, task: Task) -> SimulationPlan:
     sites = []
     for site in recipe.site_list:
         lan = LocalNetwork(site.lan.bandwidth_bit_s, site.lan.delay_seconds)
-        sites.append(SiteSpec(site.name, site.workers, lan, compute_of(site, task)))
+        sharded = site.sharding == "fsdp2"
+        sites.append(SiteSpec(site.name, site.workers, lan, compute_of(site, task), sharded))
     links = tuple(
         Link(x.between, x.bandwidth_bit_s, x.delay_seconds, x.loss, x.trace, x.back_bit_s) for x in recipe.link_list
     )
@@ -136,6 +139,7 @@ def simulation_plan(recipe: Recipe, task: Task) -> SimulationPlan:
         message_overhead=recipe.compute.message_overhead_seconds,
         faults=faults,
         absent=recipe.absent_at_start,
+        server_processes=recipe.server.processes,
     )
 
 
@@ -173,13 +177,21 @@ def _calibrated(task: Task) -> float:
     return best
 
 
-def simulate(recipe: Recipe, out: Path, *, watch: Callable[[Progress], None] | None = None) -> dict[str, Any]:
+def simulate(
+    recipe: Recipe,
+    out: Path,
+    *,
+    watch: Callable[[Progress], None] | None = None,
+    checkpoint_seconds: float | None = None,
+) -> dict[str, Any]:
     """Simulate a recipe.
 
     Args:
         recipe: What is trained, and where.
         out: The directory to write: event log, global model and summary, also if the run is interrupted.
         watch: Called with the progress.
+        checkpoint_seconds: Wall time between two checkpoints in `out`. A run of the same recipe and the same sources
+            goes on from the last one, to the same bits. None: no checkpoints, and none is read.
 
     Returns:
         The summary.
@@ -194,27 +206,37 @@ def simulate(recipe: Recipe, out: Path, *, watch: Callable[[Progress], None] | N
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").unlink(missing_ok=True)
     (out / "recipe.yaml").write_text(recipe.to_yaml())
-    began = time.monotonic()
-    with EventLog(out / "events.jsonl", replace=True) as events:
-        events.write(
-            "run",
-            0.0,
-            name=recipe.name,
-            strategy=plan.strategy.name,
-            parts=plan.strategy.to_dict(),
-            seed=recipe.seed,
-            steps=plan.steps,
-            parameters=task.layout.numel,
-            sites=[site.name for site in plan.sites],
-            workers=recipe.workers,
-            recipe=recipe.dump(),
-        )
-        simulator = Simulator(plan, task, events, watch)
+    saved = out / checkpoint.FILE
+    mark = checkpoint.mark(recipe) if checkpoint_seconds is not None else ""
+    begun = checkpoint.begun(saved, mark=mark) if checkpoint_seconds is not None else None
+    began = time.monotonic() - (begun.wall_seconds if begun else 0.0)
+    if begun is not None:
+        (out / "events.jsonl").write_bytes(begun.log)
+    with EventLog(out / "events.jsonl", replace=begun is None, append=begun is not None) as events:
+        if begun is None:
+            _write_header(events, recipe, plan, task)
+            simulator = Simulator(plan, task, events, watch)
+        else:
+            simulator = checkpoint.read(saved, plan, task, events)
+            simulator.watch = watch
+        written = time.monotonic()
+
+        def between() -> None:
+            nonlocal written
+            if checkpoint_seconds is not None and time.monotonic() - written >= checkpoint_seconds:
+                checkpoint.write(saved, simulator, task, mark=mark, wall_seconds=time.monotonic() - began)
+                written = time.monotonic()
+
         try:
-            simulator.run()
+            if begun is None:
+                simulator.run(between)
+            else:
+                simulator.go_on(between)
+            saved.unlink(missing_ok=True)
         finally:
             summary = _summary(simulator, recipe)
-            _save(simulator, out)
+            simulator.forget_sites()
+            _save(simulator, task.buffers(), out)
             _write(out / "summary.json", summary)
             _write(out / "wall.json", _wall(time.monotonic() - began))
     if summary["status"] == "diverged" and simulator.last is None:
@@ -222,6 +244,22 @@ def simulate(recipe: Recipe, out: Path, *, watch: Callable[[Progress], None] | N
             f"{recipe.name}: the loss is not finite before the first evaluation; lower training.optimizer.lr"
         )
     return summary
+
+
+def _write_header(events: EventLog, recipe: Recipe, plan: SimulationPlan, task: Task) -> None:
+    events.write(
+        "run",
+        0.0,
+        name=recipe.name,
+        strategy=plan.strategy.name,
+        parts=plan.strategy.to_dict(),
+        seed=recipe.seed,
+        steps=plan.steps,
+        parameters=task.layout.numel,
+        sites=[site.name for site in plan.sites],
+        workers=recipe.workers,
+        recipe=recipe.dump(),
+    )
 
 
 def _summary(simulator: Simulator, recipe: Recipe) -> dict[str, Any]:
@@ -237,6 +275,7 @@ def _summary(simulator: Simulator, recipe: Recipe) -> dict[str, Any]:
         "global_model_accuracy": last.global_model if last else None,
         "quantized_accuracy": last.quantized if last else None,
         "ema_accuracy": last.ema if last else None,
+        "top5_accuracy": last.top5 if last else None,
         "loss": last.loss if last else None,
         "virtual_seconds": now,
         "wan_bytes": simulator.wan_bytes,
@@ -247,13 +286,14 @@ def _summary(simulator: Simulator, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _save(simulator: Simulator, out: Path) -> None:
-    layout = simulator.task.layout
-    tensors = {slot.name: slot.of(simulator.server.global_model.vector).clone() for slot in layout.slots}
-    quantized = simulator.evaluator.quantized_model() if simulator.status == "finished" else None
-    if quantized is not None:
-        tensors |= {f"quantized.{slot.name}": slot.of(quantized).clone() for slot in layout.slots}
-    save_file(tensors, str(out / "model.safetensors"))
+def _save(simulator: Simulator, buffers: dict[str, Tensor], out: Path) -> None:
+    """Write what a deployment writes: the model that the strategy is judged by, and its buffers."""
+    layout, judged = simulator.task.layout, simulator.plan.strategy.evaluate == "quantized"
+    vector = simulator.evaluator.quantized_model() if judged and simulator.status == "finished" else None
+    quantized = None if vector is None else {slot.name: slot.of(vector) for slot in layout.slots}
+    (out / "master.safetensors").unlink(missing_ok=True)
+    state = FinalState(buffers=buffers, quantized=quantized)
+    write_whole_model(out, layout, simulator.server.global_model.vector, state)
 
 
 def _wall(seconds: float) -> dict[str, Any]:

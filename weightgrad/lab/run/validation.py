@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from weightgrad import event_log
 from weightgrad.errors import RunError
 from weightgrad.lab.emulate.network import Network
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run import emulation
+from weightgrad.lab.run.model_file import read_global_model
 from weightgrad.lab.run.simulation import simulate
 
 _FAST = (
@@ -40,19 +40,26 @@ class RunTiming:
         round_s: Mean time between two rounds.
         waiting_s: Mean waiting of a site in a step.
         bytes: Bytes of pushes and of results, for every round.
+        lan_bytes: Bytes that the workers of each site sent one another, in the order of the sites.
     """
 
     step_s: float
     round_s: float
     waiting_s: float
     bytes: tuple[tuple[int, int], ...]
+    lan_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """One strategy over one kind of link, simulated and emulated."""
+    """One strategy over one kind of link, simulated and emulated.
+
+    `workers` are those of each site. Of `lan_bytes`, all sites together, what processes tell one another about their
+    work is not a part.
+    """
 
     strategy: str
+    workers: tuple[int, ...]
     mbit_s: float
     rtt_ms: float
     simulated_step_s: float
@@ -62,7 +69,10 @@ class ValidationResult:
     emulated_round_s: float
     simulated_waiting_s: float
     emulated_waiting_s: float
+    simulated_lan_bytes: int
+    emulated_lan_bytes: int
     bytes_equal: bool
+    lan_bytes_equal: bool
     models_equal: bool
     trusted: bool
     verdict: str
@@ -91,6 +101,7 @@ def measure_timing(directory: Path, sites: Sequence[str]) -> RunTiming:
         round_s=_mean_gap([entry["t"] for entry in rounds[int(_WARM * len(rounds)) : -1]]),
         waiting_s=statistics.fmean(entry["waiting_seconds"] for entry in ends) / count,
         bytes=tuple((entry["up_bytes"], entry["down_bytes"]) for entry in rounds),
+        lan_bytes=tuple(entry.get("lan_bytes", 0) for name in sites for entry in ends if entry["site"] == name),
     )
 
 
@@ -100,10 +111,9 @@ def _mean_gap(times: list[float]) -> float:
 
 def same_model(one: Path, other: Path) -> bool:
     """Whether two runs ended with the same global model, bit for bit."""
-    first, second = (load_file(str(run / "model.safetensors")) for run in (one, other))
-    names = {name for name in first if not name.startswith("quantized.")}
-    return names == {name for name in second if not name.startswith("quantized.")} and all(
-        torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in names
+    first, second = (read_global_model(run) for run in (one, other))
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first
     )
 
 
@@ -195,6 +205,7 @@ class Validation:
         near = [x for x in recipe.link_list if recipe.server.name in x.between]
         return ValidationResult(
             strategy=label,
+            workers=tuple(site.workers for site in recipe.site_list),
             mbit_s=min(x.least_bit_s for x in near) / 1e6,
             rtt_ms=2e3 * max(x.delay_seconds for x in near),
             simulated_step_s=predicted.step_s,
@@ -204,7 +215,10 @@ class Validation:
             emulated_round_s=real.round_s,
             simulated_waiting_s=predicted.waiting_s,
             emulated_waiting_s=real.waiting_s,
+            simulated_lan_bytes=sum(predicted.lan_bytes),
+            emulated_lan_bytes=sum(real.lan_bytes),
             bytes_equal=predicted.bytes == real.bytes,
+            lan_bytes_equal=predicted.lan_bytes == real.lan_bytes,
             models_equal=same_model(directory / "simulated", directory / "emulated"),
             trusted=summary["emulated"]["trusted"],
             verdict=summary["emulated"]["verdict"],
@@ -261,3 +275,8 @@ def with_links(recipe: Recipe, mbit_s: float, rtt_ms: float) -> Recipe:
         (f"links.{n}.bandwidth={mbit_s} Mbit/s", f"links.{n}.delay={rtt_ms / 2} ms") for n in range(len(recipe.links))
     ]
     return recipe.with_settings([text for pair in changes for text in pair])
+
+
+def with_workers(recipe: Recipe, workers: int) -> Recipe:
+    """The recipe with so many workers at every site."""
+    return recipe.with_settings([f"sites.{n}.workers={workers}" for n in range(len(recipe.sites))])

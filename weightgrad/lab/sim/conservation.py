@@ -106,7 +106,7 @@ class ConservationAudit:
         """Compare all sums at the end of the run."""
         unbalanced = [site.place.name for site in sites if self._sums and not self._adds_up(site)]
         if self._global_model is not None:
-            residual = server.checkpoint()["result_residual.vector"].double()
+            residual = server.residual().double()
             steps, largest = (sum(x) for x in zip(*self._steps.values(), strict=True))
             away = float((self._global_model - server.global_model.vector.double() - residual).abs().max())
             if self._sums and away > _TOLERANCE * largest / max(steps, 1):
@@ -119,10 +119,8 @@ class ConservationAudit:
         )
 
     def _adds_up(self, site: SimSite) -> bool:
-        name, state = site.place.name, site.state.state()
-        kept = state["residual.vector"].double()
-        if "model" in state:
-            kept += state["model"].double() - state["anchor"].double()
+        name = site.place.name
+        kept = site.state.residual().double() + site.state.fresh_update().double()
         away = float((self._computed[name] - self._pushed[name] - kept).abs().max())
         steps, largest = self._steps[name]
         return away <= _TOLERANCE * largest / max(steps, 1)

@@ -17,6 +17,8 @@ from weightgrad.local.local_server import LocalServer
 from weightgrad.local.parameter_average import ParameterAverage
 from weightgrad.local.weight_encoder import decode_flat
 
+_CHECKED = 2**22  # elements that are looked at together: torch makes two more vectors to look at one
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -28,6 +30,7 @@ class Evaluation:
         global_model: Accuracy of the global model in full precision.
         quantized: Accuracy of the quantized global model; None if the strategy does not quantize weights.
         ema: Accuracy of the running average; None if there is none.
+        top5: Top-5 accuracy of the model that the strategy hands over; None where the task has none.
     """
 
     accuracy: float
@@ -35,10 +38,11 @@ class Evaluation:
     global_model: float
     quantized: float | None
     ema: float | None
+    top5: float | None = None
 
 
 class Evaluator:
-    """Evaluates the server's global model; `local` is the local server whose curvature quantizes it."""
+    """Evaluates the server's global model; `local` is the local server that quantizes it, the first that does."""
 
     def __init__(self, plan: SimulationPlan, task: Task, global_model: GlobalModel, local: LocalServer | None) -> None:
         self._plan, self._task, self._global_model, self._local = plan, task, global_model, local
@@ -62,6 +66,7 @@ class Evaluator:
             score.accuracy,
             quantized.accuracy if quantized is not None else None,
             ema.accuracy if ema is not None else None,
+            chosen.top5,
         )
 
     def quantized_model(self) -> Tensor | None:
@@ -74,6 +79,6 @@ class Evaluator:
         return decode_flat(layout, payloads)
 
     def _score(self, weights: Tensor) -> Score:
-        if not bool(torch.isfinite(weights).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in weights.split(_CHECKED)):
             raise NonFiniteError(f"the global model is not finite at version {self._global_model.version}")
         return self._task.evaluate(weights)

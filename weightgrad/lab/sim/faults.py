@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightgrad.lab.sim.plan import Fault
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 def schedule_faults(simulator: Simulator) -> None:
     """Put every fault of the plan on the simulator's clock."""
     for fault in simulator.plan.faults:
-        simulator.clock.at(fault.at, lambda fault=fault: _begin(simulator, fault))  # type: ignore[misc]
+        simulator.clock.at(fault.at, partial(_begin, simulator, fault))
 
 
 def _record(simulator: Simulator, what: str, where: tuple[str, ...]) -> None:
@@ -24,7 +25,7 @@ def _begin(simulator: Simulator, fault: Fault) -> None:
     if fault.what in ("cut", "slow"):
         _scale_link(simulator, fault, 0.0 if fault.what == "cut" else fault.factor)
         if fault.seconds is not None:
-            simulator.clock.after(fault.seconds, lambda: _scale_link(simulator, fault, 1.0))
+            simulator.clock.after(fault.seconds, partial(_scale_link, simulator, fault, 1.0))
     elif fault.what == "flap":
         _flap(simulator, fault, fault.at + (fault.seconds or 0.0), cut=True)
     elif fault.what == "kill" and simulator.plan.server in fault.where:
@@ -49,7 +50,7 @@ def _flap(simulator: Simulator, fault: Fault, until: float, *, cut: bool) -> Non
     over = simulator.clock.now >= until
     _scale_link(simulator, fault, 0.0 if cut and not over else 1.0)
     if not over:
-        simulator.clock.after(fault.period / 2, lambda: _flap(simulator, fault, until, cut=not cut))
+        simulator.clock.after(fault.period / 2, partial(_flap, simulator, fault, until, cut=not cut))
 
 
 def _kill_site(simulator: Simulator, fault: Fault) -> None:
@@ -63,7 +64,7 @@ def _kill_site(simulator: Simulator, fault: Fault) -> None:
             site.waiting_since = None
     simulator.network.drop(*fault.where)
     if fault.seconds is not None:
-        simulator.clock.after(fault.seconds, lambda: _start_site(simulator, fault, "return"))
+        simulator.clock.after(fault.seconds, partial(_start_site, simulator, fault, "return"))
 
 
 def _start_site(simulator: Simulator, fault: Fault, what: str) -> None:
@@ -77,7 +78,7 @@ def _kill_server(simulator: Simulator, fault: Fault) -> None:
     simulator.server_alive = False
     simulator.network.drop(*simulator.by_name)
     if fault.seconds is not None:
-        simulator.clock.after(fault.seconds, lambda: _restart_server(simulator, fault))
+        simulator.clock.after(fault.seconds, partial(_restart_server, simulator, fault))
 
 
 def _restart_server(simulator: Simulator, fault: Fault) -> None:

@@ -1,9 +1,10 @@
 """How long the workers of a site take to exchange gradients and weights over their LAN.
 
-There are three patterns. `server`: every worker sends to the local server; its network card is shared fairly, and the
-results leave through it. `sharded`: the workers divide the work of the local server, each has 1/n of the vector; every
-card carries (n-1)/n of what a worker sends and receives. `allreduce`: the ring; every card carries 2(n-1)/n of the
-vector in each direction. A site of one worker has nothing to exchange.
+There are three patterns. `server`: worker 0 is the local server; the others send it their gradients, whose transfers
+share its network card fairly, and the weights leave through it. `sharded`: every worker is the local server of some
+tensors; workers send and receive at the same time, and the busiest card decides. `allreduce`: the ring; every card
+carries 2(n-1)/n of the vector in each direction. What is for all workers alike, such as the result of a round, is
+passed on from worker to worker in pieces. A site of one worker has nothing to exchange.
 """
 
 from __future__ import annotations
@@ -20,28 +21,23 @@ class LocalNetwork:
     delay_seconds: float
 
     def gather(self, starts: Sequence[float], sizes: Sequence[int]) -> float:
-        """When the local server has received everything, if workers begin to send at these times."""
+        """When worker 0, the local server, has all gradients, if workers begin to send theirs at these times."""
         if len(sizes) < 2:
             return max(starts)
-        return shared_finish(starts, sizes, self.bandwidth_bit_s / 8) + self.delay_seconds
+        received = shared_finish(starts[1:], sizes[1:], self.bandwidth_bit_s / 8) + self.delay_seconds
+        return max(starts[0], received)
 
-    def spread(self, workers: int, nbytes: int) -> float:
-        """Seconds for the local server to send so many bytes to each worker."""
-        if workers < 2 or not nbytes:
+    def exchange(self, busiest_bytes: int) -> float:
+        """Seconds in which workers send to one another, with so many bytes one way through the busiest card."""
+        if not busiest_bytes:
             return 0.0
-        return workers * nbytes * 8 / self.bandwidth_bit_s + self.delay_seconds
+        return busiest_bytes * 8 / self.bandwidth_bit_s + self.delay_seconds
 
     def broadcast(self, workers: int, nbytes: int) -> float:
         """Seconds until all workers have so many bytes of one worker, passed on in pieces from worker to worker."""
         if workers < 2 or not nbytes:
             return 0.0
         return nbytes * 8 / self.bandwidth_bit_s + (workers - 1) * self.delay_seconds
-
-    def all_to_all(self, workers: int, nbytes: int) -> float:
-        """Seconds of an all-to-all exchange in which each worker sends so many bytes in total."""
-        if workers < 2 or not nbytes:
-            return 0.0
-        return (workers - 1) / workers * nbytes * 8 / self.bandwidth_bit_s + self.delay_seconds
 
     def allreduce(self, workers: int, nbytes: int) -> float:
         """Seconds of a ring allreduce of so many bytes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from functools import partial
 
 from weightgrad.lab.sim.links import Links
 
@@ -25,6 +26,10 @@ class Clock:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Run an action so many seconds from now."""
         self.at(self.now + seconds, action)
+
+    def clear(self) -> None:
+        """Drop what has not run yet."""
+        self._queue.clear()
 
     def step(self) -> bool:
         """Move to the next action and run it.
@@ -79,7 +84,7 @@ class SimulatedNetwork:
         if due < self._next_event or self._next_event <= self._clock.now:
             self._next_event = due
             if due < math.inf:
-                self._clock.at(due, lambda: self._run(due))
+                self._clock.at(due, partial(self._run, due))
 
     def _run(self, due: float) -> None:
         if due != self._next_event:

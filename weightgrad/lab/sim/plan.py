@@ -14,12 +14,13 @@ from weightgrad.lab.sim.local_network import LocalNetwork
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """A site: its name, its number of workers, their network and their speed."""
+    """A site: its name, its number of workers, their network, their speed, and whether the model is sharded."""
 
     name: str
     workers: int
     lan: LocalNetwork
     compute: Compute
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class SimulationPlan:
         message_overhead: Seconds to send or to receive a message.
         faults: The fault schedule.
         absent: Sites that are not there at the start.
+        server_processes: Processes of the global server.
     """
 
     server: str
@@ -84,3 +86,4 @@ class SimulationPlan:
     message_overhead: float = 0.0
     faults: tuple[Fault, ...] = ()
     absent: frozenset[str] = frozenset()
+    server_processes: int = 1

@@ -2,6 +2,8 @@
 
 The plan and its seed decide everything: the same plan gives the same bytes of event log. Gradients, codecs,
 aggregation and both state machines are the real ones; only durations are modelled.
+
+Actions on the clock are partials of methods, not lambdas, so that a checkpoint can hold them (lab/run/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from weightgrad.codecs import cost as codec_cost
 from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.local_model import gather
 from weightgrad.core.random_streams import RunStream
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_state import ClosedRound, Outbox, ServerState
@@ -26,8 +31,11 @@ from weightgrad.lab.sim.faults import schedule_faults
 from weightgrad.lab.sim.links import Links
 from weightgrad.lab.sim.network import Clock, SimulatedNetwork
 from weightgrad.lab.sim.plan import SimulationPlan
-from weightgrad.lab.sim.site import SimSite, make
+from weightgrad.lab.sim.replica_memory import ReplicaMemory
+from weightgrad.lab.sim.site import SimSite, holdings, make, served
+from weightgrad.lab.sim.step_memory import StepMemory
 from weightgrad.lab.sim.task import Task
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Join, Leave, Message, Push, nbytes, numel
 
 _LOG_BYTES = 2**26  # of round results; in a deployment the server keeps them on disk
@@ -68,24 +76,34 @@ class Simulator:
         self.plan, self.task, self.events, self._audit = plan, task, events, audit
         self.clock = Clock()
         self.network = SimulatedNetwork(self.clock, Links(plan.server, list(plan.links), plan.server_bit_s))
-        self._watch = watch
-        self._initial = task.initial()
+        self.watch = watch
+        self._initial: Tensor | None = task.initial()
+        self._gradient: Tensor | None = None
         self._optimizer = (plan.optimizer[0], plan.strategy.optimizer_with(plan.optimizer[1]))
-        log = MemoryResultLog(max(_LOG_BYTES, 4 * task.layout.numel), kept=True) if plan.faults else None
         key = derive(plan.seed, RunStream.GLOBAL_SERVER)
-        self.server = ServerState(self._global_model(), plan.strategy.for_server(), key, log=log)
+        parts = [self._global_model(own) for own in served(plan, task.layout)] if plan.server_processes > 1 else []
+        self.server = ServerState(
+            self._global_model(), plan.strategy.for_server(), key, make_log=self._make_log, parts=parts
+        )
         if self.server.controller is not None:
             up = plan.strategy.wan_codec("up")
             self.server.controller.codec_bytes_s = codec_cost.round_trip_bytes_s(up, plan.codec_speed)
         self.server_alive = True
         self.sites = [make(n, spec, plan, task, self._global_model) for n, spec in enumerate(plan.sites)]
+        self._initial = None  # every replica has its copy
+        self._step_memory = StepMemory(self.sites)
+        self._replica_memory = ReplicaMemory(self.server, self.sites)
         self.by_name = {s.place.name: s for s in self.sites}
+        for spec in plan.sites:
+            if (held := holdings(spec, plan, task.layout)) is not None:
+                self.server.set_holdings(spec.name, held)
         for name, site in self.by_name.items():
             site.state.step_timer.trip = 2 * self.network.links.delay(name)
         self.rounds = 0
         self.status = "finished"
         self.last: Evaluation | None = None
-        self.evaluator = Evaluator(plan, task, self.server.global_model, self.sites[0].local)
+        quantizing = (s.local for s in self.sites if s.local is not None and s.local.weight_encoder is not None)
+        self.evaluator = Evaluator(plan, task, self.server.global_model, next(quantizing, None))
         self._next_evaluation = plan.evaluate_every
         self._wake = math.inf
         self._decoded: dict[str, float] = {}  # by site: when the server has decoded its last message
@@ -93,30 +111,51 @@ class Simulator:
         self._checkpoint: dict[str, Tensor] | None = None
         self._keeps_checkpoints = any(f.what == "kill" and plan.server in f.where for f in plan.faults)
 
-    def _global_model(self) -> GlobalModel:
-        shares = self.plan.strategy.shares == "gradients"
-        return GlobalModel(
-            self.task.layout, self._initial, optimizer=self._optimizer if shares else None, rate=self.plan.rate
+    def _global_model(self, held: Intervals | None = None) -> GlobalModel:
+        """A replica at the start of the run; replicas of the whole model share the memory of their gradient."""
+        assert self._initial is not None
+        layout, weights, gradient = self.task.layout, self._initial, None
+        optimizer = self._optimizer if self.plan.strategy.shares == "gradients" else None
+        if held is not None:
+            weights = gather(weights, Intervals.whole(weights.numel()), held, torch.empty(held.numel))
+        elif optimizer is not None:
+            gradient = self._gradient = torch.zeros_like(weights) if self._gradient is None else self._gradient
+        return GlobalModel(layout, weights, optimizer=optimizer, rate=self.plan.rate, held=held, gradient=gradient)
+
+    def _make_log(self, numel: int) -> MemoryResultLog:
+        return MemoryResultLog(
+            max(_LOG_BYTES, 4 * numel) if self.plan.faults else 4 * numel, kept=bool(self.plan.faults)
         )
 
     # -- the run ----------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Run until every site has finished. An interrupt (Ctrl-C) leaves a readable event log."""
+    def run(self, between: Callable[[], None] | None = None) -> None:
+        """Run until every site has finished. An interrupt (Ctrl-C) leaves a readable event log.
+
+        Args:
+            between: Called between two actions, when a checkpoint can be written.
+        """
         for site in self.sites:
             if site.place.name in self.plan.absent:
                 site.alive = False
             else:
                 self.server.members.join(site.place.name)
                 self._send_all(site, site.state.join())
+            self._write_threshold(site)
         if self._keeps_checkpoints:
             self._checkpoint = self.server.checkpoint()
         schedule_faults(self)
+        self.go_on(between)
+
+    def go_on(self, between: Callable[[], None] | None = None) -> None:
+        """Run from where the simulator is, which was perhaps read from a checkpoint; see `run`."""
         try:
             while not self._over():
                 if not self.clock.step():
                     self.status = "interrupted"  # nothing is left to do: the server or a link is down for good
                     break
+                if between is not None:
+                    between()
         except (NonFiniteError, RangeError):
             self.status = "diverged"
         except BaseException as error:
@@ -129,7 +168,7 @@ class Simulator:
         """Every site has finished and has the last global model, and no fault that moves a site is still to come."""
         there = (s for s in self.sites if s.alive and not s.left)
         last = self.server.global_model.version
-        return all(s.state.finished and s.state.global_model.version == last for s in there) and not any(
+        return all(s.state.finished and s.state.version == last for s in there) and not any(
             self.clock.now < fault.at + (fault.seconds or 0)
             for fault in self.plan.faults
             if fault.what in ("kill", "join", "leave")
@@ -142,24 +181,27 @@ class Simulator:
         if not site.alive or site.left or site.open_step is not None or not self.is_member(site):
             return
         site.applied += site.state.apply_results()
+        self._replica_memory.borrow(site)
         now = self.clock.now
         if site.state.finished:
-            site.applied.clear()
+            site.end()
             self._stop_waiting(site)
             if site.leaving:
                 site.left = True
                 self._send_all(site, [Leave(site=site.place.name)])
             return
-        if site.state.blocked(now) is not None:
+        if (why := site.state.blocked(now)) is not None:
             if site.waiting_since is None:
-                site.waiting_since = now
+                site.waiting_since, site.waiting_for = now, why
             return
         self._stop_waiting(site)
         if site.state.step >= self.plan.steps or site.leaving:
+            site.steps_done()
             self._send_all(site, site.state.finish(now))
-            site.waiting_since = now
+            site.waiting_since, site.waiting_for = now, "flush"
             return
-        site.open_step = site.compute() if self._audit is None else self._audit.compute(site)
+        with self._step_memory.during_step(site):
+            site.open_step = site.compute() if self._audit is None else self._audit.compute(site)
         self._complete_later(site)
 
     def start_site(self, site: SimSite) -> None:
@@ -177,13 +219,17 @@ class Simulator:
 
     def _stop_waiting(self, site: SimSite) -> None:
         if site.waiting_since is not None:
-            site.times.waiting += self.clock.now - site.waiting_since
-            site.waiting_since = None
+            seconds = self.clock.now - site.waiting_since
+            site.times.waiting += seconds
+            if site.waiting_for == "stall":
+                fields = {"site": site.place.name, "step": site.state.step, "seconds": seconds}
+                self.events.write("wait", self.clock.now, why="stall", **fields)
+            site.waiting_since, site.waiting_for = None, ""
 
     def _complete_later(self, site: SimSite) -> None:
         assert site.open_step is not None
         life = site.life
-        self.clock.after(site.open_step.seconds, lambda: self._complete(site, life))
+        self.clock.after(site.open_step.seconds, partial(self._complete, site, life))
 
     def _complete(self, site: SimSite, life: int) -> None:
         if site.life != life or site.open_step is None:
@@ -193,14 +239,15 @@ class Simulator:
         if done.gradient is not None:
             site.state.rate = self.plan.rate(site.state.step)  # sent along with shared gradients, as in a deployment
         messages = site.state.after_step(now, done.gradient)
-        if site.state.residual_removed:
+        if site.state.moved_by_push:
             site.applied += [message for message in messages if isinstance(message, Push)]
         self._loss = done.loss
         self.events.write("step", now, site=site.place.name, step=site.state.step, loss=done.loss)
         if not math.isfinite(done.loss):
             raise NonFiniteError(f"the loss of site {site.place.name} is {done.loss} at step {site.state.step}")
         if site.state.step % self.task.epoch_steps == 0:
-            site.state.new_epoch(self.plan.rate(site.state.step - 1))
+            site.state.new_epoch()
+            self._write_threshold(site)
         self._send_all(site, messages)
         if site.number == 0:
             self._report(None)
@@ -216,16 +263,14 @@ class Simulator:
             if isinstance(message, Push) and message.segments:
                 coding += codec_cost.encode_seconds(site.state.up, numel(message.segments), self.plan.codec_speed)
                 site.times.codec += coding
-            life = site.life
-
-            def send(message: Message = message, life: int = life) -> None:
-                if site.life == life and site.alive:
-                    self.network.send(
-                        site.place.name, self.plan.server, nbytes(message), lambda: self._at_server(message)
-                    )
-
+            send = partial(self._send, site, site.life, message)
             site.encoded = max(self.clock.now, site.encoded) + coding
             self.clock.at(site.encoded, send) if site.encoded > self.clock.now else send()
+
+    def _send(self, site: SimSite, life: int, message: Message) -> None:
+        if site.life == life and site.alive:
+            arrive = partial(self._at_server, message)
+            self.network.send(site.place.name, self.plan.server, nbytes(message), arrive)
 
     def _at_server(self, message: Message) -> None:
         if not self.server_alive:
@@ -238,7 +283,7 @@ class Simulator:
         # In order: an empty push must not overtake the push before it.
         free = max(self.clock.now, self._decoded.get(message.site, 0.0)) + decoding
         self._decoded[message.site] = free
-        self.clock.at(free, lambda: self._server_receives(message))
+        self.clock.at(free, partial(self._server_receives, message))
 
     def _server_receives(self, message: Message) -> None:
         if self.server_alive:
@@ -256,11 +301,11 @@ class Simulator:
             sent = sum(numel(closed.result.segments) for closed in out.closed)
             coding += codec_cost.encode_seconds(down, sent, self.plan.codec_speed)
         for name, message in out.messages:
-            self.clock.after(coding, lambda name=name, message=message: self._from_server(name, message))  # type: ignore[misc]
+            self.clock.after(coding, partial(self._from_server, name, message))
         wake = self.server.next_wake()
         if wake is not None and wake != self._wake:
             self._wake = wake
-            self.clock.at(wake, lambda: self._wake_server(wake))
+            self.clock.at(wake, partial(self._wake_server, wake))
 
     def _wake_server(self, wake: float) -> None:
         if self.server_alive and self._wake == wake:
@@ -270,11 +315,12 @@ class Simulator:
     def _from_server(self, name: str, message: Message) -> None:
         site = self.by_name[name]
         if self.server_alive and site.alive:
-            self.network.send(self.plan.server, name, nbytes(message), lambda: self._arrived_at_site(site, message))
+            arrive = partial(self._arrived_at_site, site, message)
+            self.network.send(self.plan.server, name, nbytes(message), arrive)
 
     def _arrived_at_site(self, site: SimSite, message: Message) -> None:
         if self.plan.message_overhead:
-            self.clock.after(self.plan.message_overhead, lambda: self._at_site(site, message))
+            self.clock.after(self.plan.message_overhead, partial(self._at_site, site, message))
         else:
             self._at_site(site, message)
 
@@ -284,6 +330,12 @@ class Simulator:
             self.continue_site(site)
 
     # -- the event log -------------------------------------------------------------
+
+    def _write_threshold(self, site: SimSite) -> None:
+        """Write the significance threshold G, where the trigger has one."""
+        if site.state.threshold is not None:
+            value = site.state.threshold.value
+            self.events.write("threshold", self.clock.now, site=site.place.name, step=site.state.step, value=value)
 
     def _closed(self, closed: ClosedRound) -> None:
         self.rounds += 1
@@ -309,6 +361,13 @@ class Simulator:
             if site.alive and not self.is_member(site):
                 self._send_all(site, site.state.join())  # it asked to join while the server was down
 
+    def forget_sites(self) -> None:
+        """Give back the memory of the sites, after the run; the server and what `evaluator` needs stay."""
+        self.sites.clear()
+        self.by_name.clear()
+        self._step_memory, self._replica_memory = StepMemory(()), ReplicaMemory(self.server, ())
+        self.clock.clear()
+
     @property
     def wan_bytes(self) -> int:
         """Bytes over all WAN links, both directions."""
@@ -333,6 +392,7 @@ class Simulator:
             global_model_accuracy=found.global_model,
             quantized_accuracy=found.quantized,
             ema_accuracy=found.ema,
+            top5_accuracy=found.top5,
             wan_bytes=self.wan_bytes,
             lan_bytes=self.lan_bytes,
         )
@@ -340,11 +400,11 @@ class Simulator:
         return found
 
     def _report(self, accuracy: float | None) -> None:
-        if self._watch is not None:
+        if self.watch is not None:
             step = min((s.state.step for s in self.sites if s.alive and not s.left), default=self.plan.steps)
             if accuracy is None and self.last is not None:
                 accuracy = self.last.accuracy
-            self._watch(
+            self.watch(
                 Progress(step, self.plan.steps, self._loss, accuracy, self.clock.now, self.wan_bytes, self.lan_bytes)
             )
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from weightgrad import wire
-from weightgrad.codecs import Payload
 from weightgrad.codecs import cost as codec_cost
+from weightgrad.core import pieces
 from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.layout import Layout
 from weightgrad.core.random_streams import RunStream
 from weightgrad.core.site_state import SiteState
 from weightgrad.kernels.noise import derive
+from weightgrad.lab.sim.lan_traffic import CountingExchange, LanTraffic
 from weightgrad.lab.sim.local_network import allreduce_bytes
 from weightgrad.lab.sim.plan import SimulationPlan, SiteSpec
 from weightgrad.lab.sim.task import Task
 from weightgrad.local.local_server import LocalServer
+from weightgrad.local.serving import serving
 from weightgrad.local.step import LocalStep
-from weightgrad.wire.messages import Push, RoundResult, numel, segments_bytes
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.message_parts import of_holder
+from weightgrad.wire.messages import Push, ResultPart, RoundResult, Segment, nbytes, numel
 
 
 @dataclass
@@ -42,48 +47,6 @@ class Step:
     gradient: Tensor | None
 
 
-class CountingExchange:
-    """The `Exchange` of workers that live in one process: nothing travels, and the bytes are counted."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.workers = range(size)
-        self.gathered: list[int] = []
-        """Bytes that each worker sent to all others, of this step."""
-        self.dealt: list[int] = []
-        """Bytes of the chunks that each worker dealt to the others, of this step."""
-
-    def begin_step(self) -> None:
-        """Count from zero."""
-        self.gathered, self.dealt = [], []
-
-    @property
-    def sizes(self) -> list[int]:
-        """What each worker sent in this step. Of an allreduce it is the chunks: their means are the second half."""
-        return self.dealt or self.gathered
-
-    def all_gather(self, own: Iterable[Sequence[Payload]]) -> Iterator[Sequence[Payload]]:
-        """All payloads, one worker's at a time."""
-        for payloads in own:
-            self.gathered.append(_frame_bytes(payloads))
-            yield payloads
-
-    def all_gather_vectors(self, own: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Copies of all vectors."""
-        return (vector.clone() for vector in self.mean(own))
-
-    def mean(self, own: Iterable[Tensor]) -> Iterator[Tensor]:
-        """All vectors, one at a time; whoever takes them adds them up in the order of the workers."""
-        for vector in own:
-            self.gathered.append(4 * vector.numel())
-            yield vector
-
-    def all_to_all(self, own: Sequence[Sequence[Payload]]) -> list[list[Payload]]:
-        """Payload i of every worker, for each worker i."""
-        self.dealt += [_frame_bytes(payloads) for payloads in own]
-        return [[payloads[worker] for payloads in own] for worker in self.workers]
-
-
 @dataclass
 class SimSite:
     """A place, the state machine of its site, its local step, and how it is doing."""
@@ -100,6 +63,7 @@ class SimSite:
     open_step: Step | None = None
     life: int = 0  # counts deaths, so that events of an earlier life are void
     waiting_since: float | None = None
+    waiting_for: str = ""  # what it waits for, in the words of `SiteCoordinator.blocked`
     encoded: float = 0.0  # when the last push has been encoded: the next leaves after it
     applied: list[RoundResult | Push] = field(default_factory=list)  # moved the model, and workers do not have it yet
 
@@ -114,8 +78,13 @@ class SimSite:
             optimizer=(name, self.plan.strategy.optimizer_with(options)),
             key=derive(self.plan.seed, RunStream.LOCAL_STEP, self.number),
             clip_norm=self.plan.clip_norm,
+            averaged=self.place.sharded and self.place.workers > 1,
         )
-        self._sharded = self._step.strategy.exchange == "sharded"
+        self._replicas = self.place.workers if not self.place.sharded else 1
+        served = serving(self.task.layout, self._step.strategy, self.place.workers)
+        self._most_served = self.task.layout.numel if served is None else max(one.numel for one in served)
+        self._holdings = replica_holdings(self.place, self.plan, self.task.layout)
+        self._ended = False
 
     @property
     def local(self) -> LocalServer | None:
@@ -137,7 +106,7 @@ class SimSite:
         self._exchange.begin_step()
         gradient = self._step.step(self._gradients(number, losses), number, self.plan.rate(number))
         slowest = max(starts)
-        end, coding = self._exchange_seconds(starts, self._exchange.sizes)
+        end, coding = self._exchange_seconds(starts)
         exchange = end - slowest
         self.times.compute += slowest
         self.times.codec += coding
@@ -154,66 +123,108 @@ class SimSite:
 
     def _release(self) -> float:
         """Release the weights to the workers; seconds until they have them."""
+        total = self.task.layout.numel
+        if self.place.sharded and self.place.workers > 1:  # FSDP2 gathers the weights once more for the backward pass
+            seconds = self.place.lan.allreduce(self.place.workers, 4 * total) / 2
+            self.times.lan += seconds
+            self.times.lan_bytes += allreduce_bytes(self.place.workers, 4 * total) // 2
+            return seconds
         if not self._step.releases_weights:
             return 0.0
-        total, speed = self.task.layout.numel, self.plan.codec_speed
-        coding, nbytes = 0.0, 4 * total
-        payloads, encoder = self._step.release(), self._step.weight_encoder
-        if payloads is not None and encoder is not None:
-            nbytes = _frame_bytes(payloads)
-            shards = self.place.workers if self._sharded else 1
-            coding = codec_cost.encode_seconds(encoder.codec, total, speed) / shards
+        traffic = self._released()
+        coding, encoder = 0.0, self._step.weight_encoder
+        if encoder is not None:
+            speed = self.plan.codec_speed
+            coding = codec_cost.encode_seconds(encoder.codec, self._most_served, speed)
             coding += codec_cost.decode_seconds(encoder.codec, total, speed)
-        workers, lan = self.place.workers, self.place.lan
-        seconds = lan.all_to_all(workers, nbytes) if self._sharded else lan.spread(workers, nbytes)
-        if workers > 1:
-            self.times.lan_bytes += (workers - 1 if self._sharded else workers) * nbytes
+        seconds = self.place.lan.exchange(traffic.busiest)
         self.times.codec += coding
         self.times.lan += seconds
         return coding + seconds
 
-    def _exchange_seconds(self, starts: list[float], sizes: list[int]) -> tuple[float, float]:
+    def _released(self) -> LanTraffic:
+        """Release the weights; the bytes are counted."""
+        traffic, layout = LanTraffic(self.place.workers), self.task.layout
+        payloads, owners = self._step.release(), self._step.gradients.owners
+        sizes = [4 * slot.numel for slot in layout.slots] if payloads is None else map(wire.frame_bytes, payloads)
+        for owner, size in zip(owners or (), sizes, strict=False):
+            traffic.send_all(owner, size)
+        self.times.lan_bytes += traffic.total
+        return traffic
+
+    def _exchange_seconds(self, starts: list[float]) -> tuple[float, float]:
         """When the site has its gradient, counted from when the workers began; seconds of it for the codec."""
-        workers, lan, codec = self.place.workers, self.place.lan, self._step.gradient_codec
-        total, speed = self.task.layout.numel, self.plan.codec_speed
+        workers, lan, codec = self.place.workers, self.place.lan, self._step.gradients.codec
+        total, speed, exchange = self.task.layout.numel, self.plan.codec_speed, self._exchange
         if workers < 2:
             return starts[0], 0.0
+        self.times.lan_bytes += exchange.traffic.total
         if self._step.strategy.exchange == "allreduce":
             coding = 0.0
-            if self._step.encodes:  # all of it, and a share of the mean; a share from everyone, and everyone's mean
+            if (
+                self._step.gradients.encodes
+            ):  # all of it, and a share of the mean; a share from everyone, and everyone's mean
                 coding += codec_cost.encode_seconds(codec, total + total // workers, speed)
                 coding += codec_cost.decode_seconds(codec, 2 * total, speed)
-            self.times.lan_bytes += allreduce_bytes(workers, max(sizes))
-            return max(starts) + coding + lan.allreduce(workers, max(sizes)), coding
+            return max(starts) + coding + lan.allreduce(workers, max(exchange.sizes)), coding
         coding = codec_cost.encode_seconds(codec, total, speed)
-        if self._sharded:
-            decoding = codec_cost.decode_seconds(codec, total, speed)  # n pushes of 1/n each
-            self.times.lan_bytes += (workers - 1) * max(sizes)
-            return max(starts) + coding + lan.all_to_all(workers, max(sizes)) + decoding, coding + decoding
-        decoding = workers * codec_cost.decode_seconds(codec, total, speed)
-        self.times.lan_bytes += sum(sizes)
-        return lan.gather([s + coding for s in starts], sizes) + decoding, coding + decoding
+        decoding = workers * codec_cost.decode_seconds(codec, self._most_served, speed)
+        if self._step.strategy.exchange == "sharded":
+            end = max(starts) + coding + lan.exchange(exchange.traffic.busiest)
+        else:
+            end = lan.gather([start + coding for start in starts], exchange.sizes)
+        return end + decoding, coding + decoding
 
     def _hand_on(self) -> float:
         """Seconds to decode what moved the model and to hand it to workers that have replicas of their own."""
         if not self.applied:
             return 0.0
         applied, self.applied = self.applied, []
-        workers, down = self.place.workers, self.plan.strategy.wan_codec("down")
+        down = self.plan.strategy.wan_codec("down")
         segments = [one.moves if isinstance(one, RoundResult) else one.segments for one in applied]
         seconds = codec_cost.decode_seconds(down, sum(numel(one) for one in segments), self.plan.codec_speed)
         self.times.codec += seconds
-        if not self._step.releases_weights and workers > 1:
-            nbytes = sum(segments_bytes(one) for one in segments)
-            lan = self.place.lan.broadcast(workers, nbytes)
-            self.times.lan += lan
-            self.times.lan_bytes += (workers - 1) * nbytes
-            seconds += lan
-        return seconds
+        lan = self.place.lan.broadcast(self.place.workers, self._handed_on(applied))
+        self.times.lan += lan
+        return seconds + lan
 
+    def _handed_on(self, applied: list[RoundResult | Push]) -> int:
+        """The bytes that each worker gets, of what moved the model; they are counted.
 
-def _frame_bytes(payloads: Sequence[Payload]) -> int:
-    return sum(wire.frame_bytes(payload) for payload in payloads)
+        A result that is a gradient is passed on as it came. Of an update, the ranks that hold it are sent the result,
+        but the others do not have the global model, which it moves: they are sent the weights.
+        """
+        if self._replicas < 2 or self._step.releases_weights:
+            return 0
+        found = 4 * self.task.layout.numel
+        if self.plan.strategy.shares == "gradients":
+            results = [one for one in applied if isinstance(one, RoundResult)]
+            found = sum(self._part_bytes(one.moves, held) for one in results for held in self._holdings)
+        self.times.lan_bytes += (self._replicas - 1) * found
+        return found
+
+    @staticmethod
+    def _part_bytes(segments: tuple[Segment, ...], held: Intervals) -> int:
+        own = of_holder(segments, held)
+        return nbytes(ResultPart(version=0, segments=own, last=True)) if own else 0
+
+    def steps_done(self) -> None:
+        """Release the weights once more: in a deployment nobody knows that the step before was the last."""
+        if self._step.releases_weights and self._replicas > 1:
+            self._released()
+
+    def end(self) -> None:
+        """Count what is sent when training is over: the last result, and the global model, for all workers."""
+        applied, self.applied = self.applied, []
+        if self._ended or self._replicas < 2:
+            return
+        self._ended = True
+        if applied:
+            self._handed_on(applied)
+        if self.plan.strategy.shares == "updates":
+            self.times.lan_bytes += (self._replicas - 1) * 4 * self.task.layout.numel
+        if self.plan.strategy.evaluate == "quantized":
+            self._released()  # the model that the strategy is judged by, for all workers
 
 
 def make(
@@ -221,5 +232,33 @@ def make(
 ) -> SimSite:
     """A site at the start of the run."""
     key = derive(plan.seed, RunStream.SITE_STATE, number)
-    state = SiteState(place.name, global_model(), plan.strategy.for_site(), task.samples(number), key)
+    held = holdings(place, plan, task.layout)
+    state = SiteState(place.name, global_model(), plan.strategy.for_site(), task.samples(number), key, holdings=held)
+    for shard in state.shards:
+        shard.served = tuple(served(plan, task.layout))
     return SimSite(number, place, plan, task, state)
+
+
+def holdings(place: SiteSpec, plan: SimulationPlan, layout: Layout) -> list[Intervals] | None:
+    """What each rank holds, cut as in a deployment; None where one rank stands for all without a difference."""
+    if place.sharded:
+        per_tensor = plan.strategy.per == "tensor"
+        return pieces.deal(
+            pieces.rows(layout, place.workers), layout, per_tensor=per_tensor, served=served(plan, layout)
+        )
+    found = serving(layout, plan.strategy.inside(place.workers), place.workers)
+    return None if found is None or found[0].numel == layout.numel else list(found)
+
+
+def replica_holdings(place: SiteSpec, plan: SimulationPlan, layout: Layout) -> list[Intervals]:
+    """What each worker of a site that is not sharded holds: what it serves, or its part of the work of the WAN."""
+    found = serving(layout, plan.strategy.inside(place.workers), place.workers)
+    if found is not None:
+        return list(found)
+    whole = [Intervals.whole(layout.numel)] * place.workers
+    return pieces.deal(whole, layout, per_tensor=plan.strategy.per == "tensor", served=served(plan, layout))
+
+
+def served(plan: SimulationPlan, layout: Layout) -> list[Intervals]:
+    """What each process of the global server serves."""
+    return pieces.divide(layout, plan.server_processes, whole_tensors=plan.strategy.whole_tensors)

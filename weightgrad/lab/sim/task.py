@@ -18,10 +18,17 @@ class Gradient(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How well a model does on the test data."""
+    """How well a model does on the test data.
+
+    Attributes:
+        accuracy: The share of samples whose class has the highest score (top-1).
+        loss: The mean loss.
+        top5: The share whose class is among the five with the highest scores; None where that is not usual.
+    """
 
     accuracy: float
     loss: float
+    top5: float | None = None
 
 
 class Task(Protocol):

@@ -9,14 +9,17 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from weightgrad.errors import CredentialsError
 from weightgrad.runtime.security.pem import MAKE, check_site, parse, parse_key, read, sites, utc, utc_now
+
+if TYPE_CHECKING:
+    import grpc
 
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 
@@ -92,11 +95,15 @@ class Credentials:
 
     def for_server(self) -> grpc.ServerCredentials:
         """Credentials for a gRPC server that demands a certificate of our CA from every client."""
+        import grpc  # here, because a process that trains must not need it
+
         pairs = [(self.key, self.certificate)]
         return grpc.ssl_server_credentials(pairs, root_certificates=self.ca, require_client_auth=True)
 
     def for_client(self) -> grpc.ChannelCredentials:
         """Credentials for a gRPC channel that presents our certificate and trusts only servers of our CA."""
+        import grpc
+
         return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
 
 

@@ -1,10 +1,11 @@
 """The server of the gRPC transport.
 
-    Enter   unary            a site asks to enter; the reply carries its session, or the status says why not
-    Stream  both ways        records of `records.py`, on several streams of one session at a time
+    Enter   unary            a peer asks to enter; the reply carries its session, or the status says why not
+    Stream  both ways        records of `records.py`, on several streams of one session at a time; stream 0 carries
+                             the control lane, the others the bulk lane
 
-A site has one session; a successful Enter replaces the session before, whose queues are dropped. If the replaced
-process still runs somewhere, it is refused from then on: the site was started twice.
+A peer, one rank of a site, has one session; a successful Enter replaces the session before, whose queues are dropped.
+If the replaced process still runs somewhere, it is refused from then on: the site was started twice.
 
 Every call and every session has a thread of its own; all of them are daemons.
 """
@@ -23,21 +24,23 @@ import grpc
 
 from weightgrad.errors import LinkError, ProtocolError, RefusedError, StrategyError, WeightGradError
 from weightgrad.runtime.security.tls_check import is_loopback
+from weightgrad.runtime.transport.grpc_listener import make_server
 from weightgrad.runtime.transport.grpc_sessions import (
-    KnownSite,
+    KnownPeer,
     Session,
     SessionEnd,
     TransportLimits,
     read_entry_request,
 )
-from weightgrad.runtime.transport.grpc_settings import MAX_STREAMS, SESSION_KEY, STREAM_KEY, make_server
+from weightgrad.runtime.transport.grpc_settings import MAX_STREAMS, SESSION_KEY, STREAM_KEY
 from weightgrad.runtime.transport.message_stream import Stream
 from weightgrad.runtime.transport.receive_queue import BufferPool
 from weightgrad.runtime.transport.socket_bytes import SocketBytes, endpoint
 from weightgrad.runtime.transport.transport import (
     Application,
-    Data,
     EntryRequest,
+    Outgoing,
+    Peer,
     ServerTransport,
     SessionStatus,
     Traffic,
@@ -55,7 +58,7 @@ class GrpcServer(ServerTransport):
     Args:
         listen: HOST:PORT; for port 0 the system chooses a port.
         credentials: the server's certificates; None listens without TLS, which only a loopback address may.
-        limits: what is accepted from one site, and timeouts.
+        limits: what is accepted from one peer, and timeouts.
 
     Attributes:
         port: the port it listens on.
@@ -76,10 +79,10 @@ class GrpcServer(ServerTransport):
         self._buffers = BufferPool(keep_bytes=self.limits.keep_bytes)
         self._lock = threading.Lock()
         self._entering = threading.Lock()
-        self._sessions: dict[str, Session] = {}
-        self._sent_while_entering: dict[str, list[Data]] = {}  # by sites whose Enter is being answered
+        self._sessions: dict[Peer, Session] = {}
+        self._sent_while_entering: dict[Peer, list[tuple[Outgoing, bool]]] = {}  # while Enter is answered
         self._ended: OrderedDict[str, SessionEnd] = OrderedDict()  # by the session's id
-        self._sites: dict[str, KnownSite] = {}
+        self._known: dict[Peer, KnownPeer] = {}
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_sessions, name="sessions-watch", daemon=True)
         handlers = {
@@ -87,8 +90,8 @@ class GrpcServer(ServerTransport):
             "Stream": grpc.stream_stream_rpc_method_handler(self._handle_stream),
         }
         self._server, self.port = make_server(listen, credentials, self.limits.keepalive, handlers)
-        self._endpoints: dict[str, str] = {}  # the site at each peer's endpoint
-        self._sockets = SocketBytes(self.port, side="server", owner=lambda peer: self._endpoints.get(peer))
+        self._endpoints: dict[str, Peer] = {}  # the peer at each endpoint
+        self._sockets = SocketBytes(self.port, side="server", owner=lambda endpoint: self._endpoints.get(endpoint))
 
     def start(self, application: Application) -> None:
         """See `ServerTransport.start`."""
@@ -96,46 +99,46 @@ class GrpcServer(ServerTransport):
         self._server.start()
         self._watch.start()
 
-    def send(self, site: str, data: Data) -> bool:
+    def send(self, peer: Peer, data: Outgoing, *, control: bool = False) -> bool:
         """See `ServerTransport.send`."""
         with self._lock:
-            if site in self._sent_while_entering:
-                self._sent_while_entering[site].append(data)
+            if peer in self._sent_while_entering:
+                self._sent_while_entering[peer].append((data, control))
                 return True
-            session = self._sessions.get(site)
+            session = self._sessions.get(peer)
             if session is None:
                 return False
-            session.messages.put(data)
+            session.messages.put(data, control=control)
             return True
 
-    def sessions(self) -> dict[str, SessionStatus]:
+    def sessions(self) -> dict[Peer, SessionStatus]:
         """See `ServerTransport.sessions`."""
         with self._lock:
             found = list(self._sessions.items())
         return {
-            site: SessionStatus(s.incarnation, len(s.messages.streams), s.messages.outgoing.unacknowledged_bytes)
-            for site, s in found
+            peer: SessionStatus(s.incarnation, s.messages.open_streams, s.messages.unacknowledged_bytes)
+            for peer, s in found
         }
 
-    def traffic_of(self, site: str) -> Traffic:
+    def traffic_of(self, peer: Peer) -> Traffic:
         """See `ServerTransport.traffic_of`."""
         with self._lock:
-            known_site = self._sites.get(site)
-        return replace(known_site.traffic) if known_site else Traffic()
+            known_peer = self._known.get(peer)
+        return replace(known_peer.traffic) if known_peer else Traffic()
 
-    def socket_bytes(self) -> dict[str, Traffic]:
+    def socket_bytes(self) -> dict[Peer, Traffic]:
         """See `ServerTransport.socket_bytes`."""
         with self._lock:
             sessions = list(self._sessions.values())
         self._endpoints = {
-            _endpoint_of(entry.peer_address): session.site for session in sessions for entry in session.entries()
+            _endpoint_of(entry.peer_address): session.peer for session in sessions for entry in session.entries()
         }
         return self._sockets.sample() or {}
 
-    def drop(self, site: str, why: str) -> None:
+    def drop(self, peer: Peer, why: str) -> None:
         """See `ServerTransport.drop`."""
         with self._lock:
-            session = self._sessions.get(site)
+            session = self._sessions.get(peer)
         if session:
             self._end(session, SessionEnd(grpc.StatusCode.PERMISSION_DENIED, why))
 
@@ -145,7 +148,7 @@ class GrpcServer(ServerTransport):
         with self._lock:
             sessions = list(self._sessions.values())
         for session in sessions:
-            session.messages.outgoing.wait_empty(max(0.0, until - time.monotonic()))
+            session.messages.wait_sent(max(0.0, until - time.monotonic()))
         self._stopping.set()
         for session in sessions:
             session.end(SessionEnd(grpc.StatusCode.UNAVAILABLE, "the global server is stopping"))
@@ -178,38 +181,38 @@ class GrpcServer(ServerTransport):
             raise
 
     def _admit(self, entry: EntryRequest) -> tuple[bytes, Session]:
-        site = entry.site
+        peer = entry.peer
         with self._lock:
-            known_site = self._sites.get(site) or KnownSite(self.limits)
-            if entry.incarnation in known_site.replaced:
+            known_peer = self._known.get(peer) or KnownPeer(self.limits)
+            if entry.incarnation in known_peer.replaced:
                 self._application.on_refused("started twice")
-                raise RefusedError(f"another process has entered as {site} since this one; is the site started twice?")
-            if site in self._sent_while_entering:
-                raise LinkError(f"{site} is entering already; try again")
-            self._sent_while_entering[site] = []
+                raise RefusedError(f"another process has entered as {peer} since this one; is the site started twice?")
+            if peer in self._sent_while_entering:
+                raise LinkError(f"{peer} is entering already; try again")
+            self._sent_while_entering[peer] = []
         new: Session | None = None
-        with known_site.callback_lock:
+        with known_peer.callback_lock:
             try:
                 with self._entering:
                     result = self._application.enter(entry)
-                new = Session(entry, known_site, self.limits, self._buffers)
+                new = Session(entry, known_peer, self.limits, self._buffers)
             finally:
-                self._install(site, known_site, new)
-        threading.Thread(target=self._deliver, args=(new,), name=f"session-{site}", daemon=True).start()
+                self._install(peer, known_peer, new)
+        threading.Thread(target=self._deliver, args=(new,), name=f"session-{peer}", daemon=True).start()
         return result, new
 
-    def _install(self, site: str, known_site: KnownSite, new: Session | None) -> None:
+    def _install(self, peer: Peer, known_peer: KnownPeer, new: Session | None) -> None:
         with self._lock:
-            old = self._sessions.get(site)
+            old = self._sessions.get(peer)
             if new:
-                self._sites[site], self._sessions[site] = known_site, new
-            for data in self._sent_while_entering.pop(site):
+                self._known[peer], self._sessions[peer] = known_peer, new
+            for data, control in self._sent_while_entering.pop(peer):
                 if receiver := new or old:
-                    receiver.messages.put(data)
+                    receiver.messages.put(data, control=control)
         if new and old:
             if old.incarnation != new.incarnation:
-                known_site.replaced.append(old.incarnation)
-            self._end(old, SessionEnd(grpc.StatusCode.NOT_FOUND, f"{site} has entered again"))
+                known_peer.replaced.append(old.incarnation)
+            self._end(old, SessionEnd(grpc.StatusCode.NOT_FOUND, f"{peer} has entered again"))
 
     # -- Stream -----------------------------------------------------------------------------
 
@@ -230,10 +233,10 @@ class GrpcServer(ServerTransport):
         entry = self._read_entry_request(b"", context)
         self._application.check_peer(entry)
         number, key = metadata.get(STREAM_KEY, ""), metadata.get(SESSION_KEY, "")
-        if not (number.isdecimal() and len(number) < 4 and int(number) < MAX_STREAMS):
-            raise ProtocolError(f"stream number {number!r}; it must be 0 to {MAX_STREAMS - 1}")
+        if not (number.isdecimal() and len(number) < 4 and int(number) <= MAX_STREAMS):
+            raise ProtocolError(f"stream number {number[:20]!r}; it must be 0 to {MAX_STREAMS}")
         with self._lock:
-            session = self._sessions.get(entry.site)
+            session = self._sessions.get(entry.peer)
             ended = self._ended.get(key)
         if session is None or session.id != key or session.incarnation != entry.incarnation:
             unknown = SessionEnd(grpc.StatusCode.NOT_FOUND, "the global server does not know this session")
@@ -258,42 +261,45 @@ class GrpcServer(ServerTransport):
     # -- the application --------------------------------------------------------------------
 
     def _deliver(self, session: Session) -> None:
-        while (message := session.messages.get(None)) is not None:
-            with session.known_site.callback_lock:
+        while True:
+            message, control = session.messages.get_with_lane(None)
+            if message is None:
+                break
+            with session.known_peer.callback_lock:
                 if session.dropped:
                     break
                 try:
-                    self._application.on_message(session.site, message)
+                    self._application.on_message(session.peer, message, control)
                 except WeightGradError as error:
                     self._end(session, SessionEnd.of(error))
                 except Exception as error:
-                    log.exception("taking a message of %s failed", session.site)
+                    log.exception("taking a message of %s failed", session.peer)
                     why = f"the global server failed ({error!r}); see its log"
                     self._end(session, SessionEnd(grpc.StatusCode.INTERNAL, why))
             del message  # so that its memory can be used again during the wait
         self._report_lost(session)
 
     def _report_lost(self, session: Session, *, wait: bool = True) -> None:
-        if not session.known_site.callback_lock.acquire(blocking=wait):
+        if not session.known_peer.callback_lock.acquire(blocking=wait):
             return
         try:
             with self._lock:
-                current = self._sessions.get(session.site, session)
+                current = self._sessions.get(session.peer, session)
             if current is session and not session.loss_reported and not self._stopping.is_set():
                 session.loss_reported = True
                 left = session.ended is not None and session.ended.code is grpc.StatusCode.OK
-                self._application.on_lost(session.site, left)
+                self._application.on_lost(session.peer, left)
         except Exception:
-            log.exception("reporting that %s is lost failed", session.site)
+            log.exception("reporting that %s is lost failed", session.peer)
         finally:
-            session.known_site.callback_lock.release()
+            session.known_peer.callback_lock.release()
 
     def _end(self, session: Session, end: SessionEnd, *, drop: bool = True) -> None:
         if end.code not in (grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND):
-            log.warning("%s: session ended by the global server: %s", session.site, end.why)
+            log.warning("%s: session ended by the global server: %s", session.peer, end.why)
         with self._lock:
-            if self._sessions.get(session.site) is session:
-                del self._sessions[session.site]
+            if self._sessions.get(session.peer) is session:
+                del self._sessions[session.peer]
             if end.code is not grpc.StatusCode.OK:
                 self._ended.setdefault(session.id, end)
             if len(self._ended) > _REMEMBERED_ENDS:
@@ -307,7 +313,7 @@ class GrpcServer(ServerTransport):
             with self._lock:
                 sessions = list(self._sessions.values())
             for session in sessions:
-                if session.messages.streams:
+                if session.messages.open_streams:
                     session.loss_reported = False
                 elif now - session.messages.without_stream_since >= self.limits.lost_after_s:
                     self._report_lost(session, wait=False)
@@ -323,7 +329,7 @@ class GrpcServer(ServerTransport):
         except WeightGradError as error:
             self._end(session, SessionEnd.of(error))
         except Exception:
-            log.exception("checking %s again failed", session.site)
+            log.exception("checking %s again failed", session.peer)
 
 
 def _endpoint_of(peer_address: str) -> str:

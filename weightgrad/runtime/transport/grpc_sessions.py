@@ -15,10 +15,11 @@ import grpc
 from cryptography import x509
 
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, SpecError, WeightGradError
-from weightgrad.runtime.transport.grpc_settings import INCARNATION_KEY, PROTOCOL_KEY, SITE_KEY, Keepalive
-from weightgrad.runtime.transport.message_stream import MessageStream, Stream
-from weightgrad.runtime.transport.receive_queue import BufferPool, check_memory_limits
-from weightgrad.runtime.transport.transport import EntryRequest, Traffic
+from weightgrad.runtime.transport.grpc_settings import INCARNATION_KEY, PROTOCOL_KEY, RANK_KEY, SITE_KEY, Keepalive
+from weightgrad.runtime.transport.lanes import LaneLimits, Lanes
+from weightgrad.runtime.transport.message_stream import Stream
+from weightgrad.runtime.transport.receive_queue import BufferPool
+from weightgrad.runtime.transport.transport import MAX_CONTROL_MESSAGE, MAX_RANKS, EntryRequest, Traffic
 from weightgrad.wire.versions import TRANSPORT_VERSION
 
 _MAX_NAME = 200
@@ -27,26 +28,28 @@ _MAX_REASON_CHARACTERS = 1000  # the reason travels in a header, whose length gR
 
 @dataclass(frozen=True, kw_only=True)
 class TransportLimits:
-    """What the global server accepts from one site, and its timeouts.
+    """What the global server accepts from one peer, and its timeouts.
 
     Attributes:
-        max_message: the longest message, in bytes.
-        max_buffered: memory for messages that the application has not taken, in bytes.
-        messages_per_s: how many messages a site may send in the long run.
+        max_message: the longest bulk message, in bytes.
+        max_buffered: memory for bulk messages that the application has not taken, in bytes.
+        max_control_message: the longest control message, in bytes; there is memory for four that were not taken.
+        messages_per_s: how many messages a peer may send in the long run, on both lanes together.
         burst: how many messages may come at once after a quiet time.
         stream_bytes: how much is sent on one stream without an acknowledgement.
-        keep_bytes: memory kept for further messages, for all sites together.
-        lost_after_s: seconds without a stream after which a site is reported as lost.
+        keep_bytes: memory kept for further messages, for all peers together.
+        lost_after_s: seconds without a stream after which a peer is reported as lost.
         recheck_s: seconds between two checks of the peers that are connected.
         keepalive: how a connection that falls silent is noticed.
     """
 
     max_message: int = 1 << 30
     max_buffered: int = (1 << 30) + (64 << 20)
+    max_control_message: int = MAX_CONTROL_MESSAGE
     messages_per_s: float = 2000.0
     burst: int = 10_000
     stream_bytes: int = 4 << 20
-    keep_bytes: int = 512 << 20
+    keep_bytes: int = 4 << 20
     lost_after_s: float = 5.0
     recheck_s: float = 3.0
     keepalive: Keepalive = field(default_factory=Keepalive)
@@ -56,9 +59,19 @@ class TransportLimits:
         """The default limits, with messages of up to `max_message` bytes."""
         return cls(max_message=max_message, max_buffered=max_message + (64 << 20))
 
+    @property
+    def lanes(self) -> LaneLimits:
+        """The limits of the two lanes of a session."""
+        return LaneLimits(
+            max_message=self.max_message,
+            max_buffered=self.max_buffered,
+            max_control_message=self.max_control_message,
+            stream_bytes=self.stream_bytes,
+        )
+
     def __post_init__(self) -> None:
-        check_memory_limits(self.max_message, self.max_buffered)
-        for name in ("messages_per_s", "burst", "stream_bytes"):
+        _ = self.lanes  # LaneLimits checks these
+        for name in ("messages_per_s", "burst"):
             if not getattr(self, name) > 0:
                 raise SpecError(f"TransportLimits.{name} is {getattr(self, name)!r}; it must be positive")
         for name in ("lost_after_s", "recheck_s", "keep_bytes"):
@@ -75,7 +88,7 @@ class SessionEnd:
 
     @classmethod
     def of(cls, error: WeightGradError) -> SessionEnd:
-        """The status for an error: refusals that are final, and LinkError, which asks the site to try again."""
+        """The status for an error: refusals that are final, and LinkError, which asks the peer to try again."""
         code = grpc.StatusCode.FAILED_PRECONDITION
         if isinstance(error, RefusedError):
             code = grpc.StatusCode.PERMISSION_DENIED
@@ -111,10 +124,10 @@ class TokenBucket:
             return True
 
 
-class KnownSite:
-    """What the server remembers of a site across its sessions.
+class KnownPeer:
+    """What the server remembers of a peer across its sessions.
 
-    `callback_lock` is held while the application is called about the site.
+    `callback_lock` is held while the application is called about the peer.
     """
 
     def __init__(self, limits: TransportLimits) -> None:
@@ -125,12 +138,12 @@ class KnownSite:
 
 
 class Session:
-    """The session of one incarnation of a site that was admitted."""
+    """The session of one incarnation of a peer that was admitted."""
 
     def __init__(
-        self, entry: EntryRequest, known_site: KnownSite, limits: TransportLimits, buffers: BufferPool
+        self, entry: EntryRequest, known_peer: KnownPeer, limits: TransportLimits, buffers: BufferPool
     ) -> None:
-        self.site, self.incarnation, self.known_site = entry.site, entry.incarnation, known_site
+        self.peer, self.incarnation, self.known_peer = entry.peer, entry.incarnation, known_peer
         self.id = secrets.token_hex(16)
         self.ended: SessionEnd | None = None
         self.dropped = False  # no more of its messages are delivered
@@ -138,18 +151,11 @@ class Session:
         self._streams: dict[int, tuple[Stream, EntryRequest]] = {}  # by the client's number of the stream
         self._limits = limits
         self._lock = threading.Lock()
-        self.messages = MessageStream(
-            max_message=limits.max_message,
-            max_buffered=limits.max_buffered,
-            stream_bytes=limits.stream_bytes,
-            buffers=buffers,
-            admit=self._admit,
-            traffic=known_site.traffic,
-        )
+        self.messages = Lanes(limits.lanes, buffers=buffers, admit=self._admit, traffic=known_peer.traffic)
 
     def open_stream(self, number: int, entry: EntryRequest) -> Stream:
         """Open a stream. It replaces an older one with this number, whose end was not noticed yet."""
-        stream = self.messages.open_stream()
+        stream = self.messages.open_stream(number)
         with self._lock:
             old = self._streams.get(number)
             self._streams[number] = stream, entry
@@ -165,14 +171,14 @@ class Session:
         self.messages.end(forget=drop)
 
     def entries(self) -> list[EntryRequest]:
-        """The peers of the open streams."""
+        """Who opened the streams that are open."""
         with self._lock:
             return [entry for stream, entry in self._streams.values() if not stream.closed]
 
     def _admit(self, total: int) -> None:
-        if not self.known_site.rate_limit.try_take():
+        if not self.known_peer.rate_limit.try_take():
             raise RefusedError(
-                f"{self.site} sends more than {self._limits.messages_per_s:g} messages a second "
+                f"{self.peer} sends more than {self._limits.messages_per_s:g} messages a second "
                 f"(and {self._limits.burst} at once); raise TransportLimits.messages_per_s if that is legitimate"
             )
 
@@ -193,8 +199,11 @@ def read_entry_request(request: bytes, context: Any) -> EntryRequest:
     site, incarnation = (unquote(metadata.get(key, "")) for key in (SITE_KEY, INCARNATION_KEY))
     if not (0 < len(site) <= _MAX_NAME and 0 < len(incarnation) <= _MAX_NAME):
         raise ProtocolError(f"site and incarnation must have 1 to {_MAX_NAME} characters")
+    rank = metadata.get(RANK_KEY, "")
+    if not (rank.isascii() and rank.isdecimal() and len(rank) <= 5 and int(rank) < MAX_RANKS):
+        raise ProtocolError(f"rank {rank[:20]!r}; it must be 0 to {MAX_RANKS - 1}")
     name, serial = _certificate(context)
-    return EntryRequest(site, incarnation, request, name, serial, unquote(context.peer()))
+    return EntryRequest(site, int(rank), incarnation, request, name, serial, unquote(context.peer()))
 
 
 def _certificate(context: Any) -> tuple[str | None, int | None]:

@@ -1,30 +1,22 @@
-"""What both ends of the gRPC transport agree on: the service, its metadata keys, and the settings of gRPC."""
+"""What both ends of the gRPC transport agree on: metadata keys, and the settings of gRPC."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
-
-from weightgrad.errors import LinkError, SpecError
+from weightgrad.errors import SpecError
+from weightgrad.runtime.transport.channels import Options
 from weightgrad.runtime.transport.records import DEFAULT_CHUNKING
 
 # The names below are part of the protocol and stay as they are, whatever the code is called.
-SERVICE = "weightgrad.Transport"
-ENTER = f"/{SERVICE}/Enter"
-STREAM = f"/{SERVICE}/Stream"
-
 SITE_KEY = "wg-site"
+RANK_KEY = "wg-rank"
 INCARNATION_KEY = "wg-incarnation"
 PROTOCOL_KEY = "wg-protocol"
 SESSION_KEY = "wg-session"
 STREAM_KEY = "wg-stream"
 
-MAX_STREAMS = 64
+MAX_STREAMS = 64  # of bulk messages; control messages have one more
 # A chunk and its header; also the longest request or reply of Enter.
 MAX_RECORD_BYTES = DEFAULT_CHUNKING.chunk_bytes + 64 * 1024
 
@@ -48,57 +40,43 @@ class Keepalive:
                 raise SpecError(f"Keepalive.{field} is {getattr(self, field)!r}; it must be 0.5 to 600 seconds")
 
 
-Options = list[tuple[str, int | str]]
+def channel_options(
+    *, streams: int = 4, keepalive: Keepalive | None = None, server_name_override: str | None = None
+) -> list[Options]:
+    """The arguments of a client's channels; each has a connection of its own.
 
+    Args:
+        streams: how many TCP connections carry bulk messages; one more carries control messages.
+        keepalive: how a connection that falls silent is noticed.
+        server_name_override: the name to expect in the server's certificate instead of the host, for tests.
 
-def make_server(
-    listen: str, credentials: grpc.ServerCredentials | None, keepalive: Keepalive, handlers: dict[str, Any]
-) -> tuple[Any, int]:
-    """Return a gRPC server that listens, and its port; for port 0 the system chooses one."""
-    options: Options = [
-        *_options(keepalive),
-        # Two servers on one port would each receive some of the streams.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]
-    server = grpc.server(_DaemonThreads(), options=options)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    try:
-        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
-    except RuntimeError:
-        raise LinkError(f"cannot listen on {listen}; is another server there, or another machine's address?") from None
-    return server, int(port)
-
-
-def make_channel(
-    address: str,
-    credentials: grpc.ChannelCredentials | None,
-    keepalive: Keepalive,
-    stream: int,
-    server_name_override: str | None,
-) -> Any:
-    """Return one of a site's channels; each has a connection of its own."""
-    options: Options = [
-        *_options(keepalive),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.channel_id", stream),
-        ("grpc.initial_reconnect_backoff_ms", 500),
-        ("grpc.max_reconnect_backoff_ms", 2000),
-        # Streams are resumed by MessageStream; gRPC would keep copies of the data to do the same.
-        ("grpc.enable_retries", 0),
-        # Behaviour must not depend on environment variables.
-        ("grpc.enable_http_proxy", 0),
-    ]
+    Raises:
+        SpecError: too few streams, or too many.
+    """
+    if not 1 <= streams <= MAX_STREAMS:
+        raise SpecError(f"streams is {streams}; it must be 1 to {MAX_STREAMS}")
+    expected: Options = []
     if server_name_override is not None:
-        options.append(("grpc.ssl_target_name_override", server_name_override))
-    if credentials is None:
-        return grpc.insecure_channel(address, options)
-    return grpc.secure_channel(address, credentials, options)
+        expected.append(("grpc.ssl_target_name_override", server_name_override))
+    return [
+        [
+            *common_options(keepalive or Keepalive()),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.channel_id", stream),
+            ("grpc.initial_reconnect_backoff_ms", 500),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            # Streams are resumed by MessageStream; gRPC would keep copies of the data to do the same.
+            ("grpc.enable_retries", 0),
+            # Behaviour must not depend on environment variables.
+            ("grpc.enable_http_proxy", 0),
+            *expected,
+        ]
+        for stream in range(1 + streams)
+    ]
 
 
-def _options(keepalive: Keepalive) -> Options:
+def common_options(keepalive: Keepalive) -> Options:
+    """The arguments that both ends have."""
     return [
         ("grpc.max_send_message_length", MAX_RECORD_BYTES),
         ("grpc.max_receive_message_length", MAX_RECORD_BYTES),
@@ -107,19 +85,3 @@ def _options(keepalive: Keepalive) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-
-
-class _DaemonThreads(futures.Executor):
-    """Runs each call in a daemon thread: calls last as long as streams, and must not keep the interpreter alive."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="grpc-call", daemon=True).start()
-        return future

@@ -4,8 +4,9 @@
     server = InMemoryServer(network, "hub")
     client = InMemoryClient(network, "hub", site="virginia", incarnation=1)
 
-It keeps the contract of `transport.py`. There are no certificates, no limits on memory and no lost connections;
-a message is copied once, when it is sent, so that its memory behaves as if it had crossed a network.
+It keeps the contract of `transport.py`. There are no certificates, no lost connections, and no limits but that on the
+length of control messages. A message is copied once, when it is sent, so that its memory behaves as if it had crossed
+a network.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from weightgrad.errors import LinkError, RefusedError, WeightGradError
+from weightgrad.runtime.transport.in_memory_session import KnownPeer, Session
 from weightgrad.runtime.transport.transport import (
+    MAX_CONTROL_MESSAGE,
     Application,
     ClientTransport,
-    Data,
     EntryRequest,
     LinkEvent,
+    Outgoing,
+    Peer,
     ServerTransport,
     SessionStatus,
     Traffic,
+    check_rank,
+    joined,
 )
 
 log = logging.getLogger("weightgrad.serve")
@@ -48,38 +54,6 @@ class InMemoryNetwork:
             return bool(self.changed.wait_for(condition, timeout))
 
 
-@dataclass(eq=False)
-class _Session:
-    """One admitted site: a queue each way. `ended` is what the client sees of the end, if it ended."""
-
-    server: InMemoryServer
-    site: str
-    incarnation: str
-    up: deque[bytes] = field(default_factory=deque)
-    down: deque[bytes] = field(default_factory=deque)
-    started: bool = False
-    ended: LinkEvent | None = None
-    why: str = ""
-    left: bool = False  # the client closed it; what is queued upwards is still delivered
-    dropped: bool = False  # no more of its messages are delivered
-
-    @property
-    def undelivered(self) -> int:
-        """Bytes for a client that has not started yet; once it has, they are at its disposal."""
-        return 0 if self.started else sum(map(len, self.down))
-
-    @property
-    def open(self) -> bool:
-        return self.ended is None and not self.left
-
-
-@dataclass
-class _KnownSite:
-    callback_lock: threading.RLock = field(default_factory=threading.RLock)
-    traffic: Traffic = field(default_factory=Traffic)
-    replaced: set[str] = field(default_factory=set)  # incarnations that a later process has replaced
-
-
 class InMemoryServer(ServerTransport):
     """A server that clients of the same network reach under a name, from `start` until `stop`."""
 
@@ -87,9 +61,9 @@ class InMemoryServer(ServerTransport):
         self.name, self._network = name, network
         self._application: Application | None = None
         self._entering = threading.Lock()
-        self._sessions: dict[str, _Session] = {}
-        self._sent_while_entering: dict[str, list[Data]] = {}
-        self._sites: dict[str, _KnownSite] = {}
+        self._sessions: dict[Peer, Session] = {}
+        self._sent_while_entering: dict[Peer, list[tuple[Outgoing, bool]]] = {}
+        self._known: dict[Peer, KnownPeer] = {}
         self._stopping = False
 
     def start(self, application: Application) -> None:
@@ -103,40 +77,40 @@ class InMemoryServer(ServerTransport):
                 client.server_started(self)
             self._network.changed.notify_all()
 
-    def send(self, site: str, data: Data) -> bool:
+    def send(self, peer: Peer, data: Outgoing, *, control: bool = False) -> bool:
         """See `ServerTransport.send`."""
         with self._network.changed:
-            if site in self._sent_while_entering:
-                self._sent_while_entering[site].append(bytes(data))
+            if peer in self._sent_while_entering:
+                self._sent_while_entering[peer].append((joined(data), control))
                 return True
-            session = self._sessions.get(site)
+            session = self._sessions.get(peer)
             if session is None:
                 return False
-            self._put_down(session, data)
+            self._put_down(session, data, control=control)
             return True
 
-    def sessions(self) -> dict[str, SessionStatus]:
+    def sessions(self) -> dict[Peer, SessionStatus]:
         """See `ServerTransport.sessions`."""
         with self._network.changed:
             return {
-                site: SessionStatus(one.incarnation, int(one.started), one.undelivered)
-                for site, one in self._sessions.items()
+                peer: SessionStatus(one.incarnation, int(one.started), one.undelivered)
+                for peer, one in self._sessions.items()
             }
 
-    def traffic_of(self, site: str) -> Traffic:
+    def traffic_of(self, peer: Peer) -> Traffic:
         """See `ServerTransport.traffic_of`."""
         with self._network.changed:
-            known_site = self._sites.get(site)
-            return replace(known_site.traffic) if known_site else Traffic()
+            known_peer = self._known.get(peer)
+            return replace(known_peer.traffic) if known_peer else Traffic()
 
-    def socket_bytes(self) -> dict[str, Traffic]:
-        """There are no sockets: no site is counted."""
+    def socket_bytes(self) -> dict[Peer, Traffic]:
+        """There are no sockets: no peer is counted."""
         return {}
 
-    def drop(self, site: str, why: str) -> None:
+    def drop(self, peer: Peer, why: str) -> None:
         """See `ServerTransport.drop`."""
         with self._network.changed:
-            if session := self._sessions.get(site):
+            if session := self._sessions.get(peer):
                 self._end(session, LinkEvent.REFUSED, why)
 
     def stop(self, grace: float) -> None:
@@ -151,92 +125,103 @@ class InMemoryServer(ServerTransport):
 
     # -- what clients call ------------------------------------------------------------------
 
-    def admit(self, entry: EntryRequest) -> tuple[bytes, _Session]:
-        """Let the application admit a site, and begin its session."""
-        application, site = self._application, entry.site
+    def admit(self, entry: EntryRequest) -> tuple[bytes, Session]:
+        """Let the application admit a peer, and begin its session."""
+        application, peer = self._application, entry.peer
         assert application is not None
         application.check_peer(entry)
         with self._network.changed:
             if self._stopping:
                 raise LinkError("the global server is stopping")
-            known_site = self._sites.setdefault(site, _KnownSite())
-            if entry.incarnation in known_site.replaced:
+            known_peer = self._known.setdefault(peer, KnownPeer())
+            if entry.incarnation in known_peer.replaced:
                 application.on_refused("started twice")
-                raise RefusedError(f"another process has entered as {site} since this one; is the site started twice?")
-            if site in self._sent_while_entering:
-                raise LinkError(f"{site} is entering already; try again")
-            self._sent_while_entering[site] = []
-        new: _Session | None = None
-        with known_site.callback_lock:
+                raise RefusedError(f"another process has entered as {peer} since this one; is the site started twice?")
+            if peer in self._sent_while_entering:
+                raise LinkError(f"{peer} is entering already; try again")
+            self._sent_while_entering[peer] = []
+        new: Session | None = None
+        with known_peer.callback_lock:
             try:
                 with self._entering:
                     reply = application.enter(entry)
-                new = _Session(self, site, entry.incarnation)
+                new = Session(self, peer, entry.incarnation)
             finally:
-                self._install(site, known_site, new)
-        threading.Thread(target=self._deliver, args=(new, known_site), name=f"session-{site}", daemon=True).start()
+                self._install(peer, known_peer, new)
+        threading.Thread(target=self._deliver, args=(new, known_peer), name=f"session-{peer}", daemon=True).start()
         return reply, new
 
-    def _install(self, site: str, known_site: _KnownSite, new: _Session | None) -> None:
+    def _install(self, peer: Peer, known_peer: KnownPeer, new: Session | None) -> None:
         with self._network.changed:
-            old = self._sessions.get(site)
+            old = self._sessions.get(peer)
             if new and old:
                 if old.incarnation != new.incarnation:
-                    known_site.replaced.add(old.incarnation)
-                self._end(old, LinkEvent.GONE, f"{site} has entered again")
+                    known_peer.replaced.add(old.incarnation)
+                self._end(old, LinkEvent.GONE, f"{peer} has entered again")
             if new:
-                self._sessions[site] = new
-            for data in self._sent_while_entering.pop(site):
+                self._sessions[peer] = new
+            for data, control in self._sent_while_entering.pop(peer):
                 if receiver := new or old:
-                    self._put_down(receiver, data)
+                    self._put_down(receiver, data, control=control)
 
-    def _put_down(self, session: _Session, data: Data) -> None:
-        session.down.append(bytes(data))
-        self._sites[session.site].traffic.sent += len(session.down[-1])
+    def _put_down(self, session: Session, data: Outgoing, *, control: bool) -> None:
+        if control and (why := _too_long(data)):
+            return self._end(session, LinkEvent.REFUSED, why)
+        session.down.put(message := joined(data), control=control)
+        self._known[session.peer].traffic.sent += len(message)
+        self._network.changed.notify_all()
+
+    def put_up(self, session: Session, data: Outgoing, *, control: bool) -> None:
+        """Take a message from a client, or end its session if the message is too long."""
+        if control and (why := _too_long(data)):
+            return self._end(session, LinkEvent.REFUSED, why)
+        session.up.put(joined(data), control=control)
         self._network.changed.notify_all()
 
     # -- the application --------------------------------------------------------------------
 
-    def _deliver(self, session: _Session, known_site: _KnownSite) -> None:
+    def _deliver(self, session: Session, known_peer: KnownPeer) -> None:
         application = self._application
         assert application is not None
-        while (message := self._next_message(session)) is not None:
-            with known_site.callback_lock:
+        while found := self._wait_for_message(session):
+            lane, message = found
+            with known_peer.callback_lock:
                 if session.dropped:
                     break
-                known_site.traffic.received += len(message)
+                known_peer.traffic.received += len(message)
                 try:
-                    application.on_message(session.site, memoryview(bytearray(message)))
+                    application.on_message(session.peer, memoryview(bytearray(message)), session.up.is_control(lane))
                 except WeightGradError as error:
                     self._end(session, LinkEvent.REFUSED, str(error))
                 except Exception as error:
-                    log.exception("taking a message of %s failed", session.site)
+                    log.exception("taking a message of %s failed", session.peer)
                     self._end(session, LinkEvent.LOST, f"the global server failed ({error!r}); see its log")
             with self._network.changed:
-                if session.up:
-                    session.up.popleft()  # only now: it is not acknowledged before the application took it
+                if lane:
+                    lane.popleft()  # only now: it is not acknowledged before the application took it
                 self._network.changed.notify_all()
-        with known_site.callback_lock:
+        with known_peer.callback_lock:
             with self._network.changed:
-                report = self._sessions.get(session.site, session) is session and not self._stopping
+                report = self._sessions.get(session.peer, session) is session and not self._stopping
             try:
                 if report:
-                    application.on_lost(session.site, session.left)
+                    application.on_lost(session.peer, session.left)
             except Exception:
-                log.exception("reporting that %s is lost failed", session.site)
+                log.exception("reporting that %s is lost failed", session.peer)
 
-    def _next_message(self, session: _Session) -> bytes | None:
-        """Wait for a message; None if the session has ended and none is left."""
+    def _wait_for_message(self, session: Session) -> tuple[deque[bytes], bytes] | None:
+        """Wait for a message. Returns it and its lane; None if the session has ended and no message is left."""
         with self._network.changed:
-            self._network.wait_for(lambda: session.up or not session.open, None)
-            return session.up[0] if session.up else None
+            self._network.wait_for(lambda: (session.started and session.up) or not session.open, None)
+            lane = session.up.next_lane
+            return (lane, lane[0]) if session.started and lane else None
 
-    def _end(self, session: _Session, event: LinkEvent, why: str) -> None:
+    def _end(self, session: Session, event: LinkEvent, why: str) -> None:
         if event is LinkEvent.REFUSED:
-            log.warning("%s: session ended by the global server: %s", session.site, why)
+            log.warning("%s: session ended by the global server: %s", session.peer, why)
         with self._network.changed:
-            if self._sessions.get(session.site) is session:
-                del self._sessions[session.site]
+            if self._sessions.get(session.peer) is session:
+                del self._sessions[session.peer]
             if session.open:
                 session.ended, session.why = event, why
                 for client in self._network.clients:
@@ -247,19 +232,29 @@ class InMemoryServer(ServerTransport):
                 session.down.clear()
             self._network.changed.notify_all()
 
-    def forget(self, session: _Session) -> None:
+    def forget(self, session: Session) -> None:
         """A client has left: nothing more is sent to its session."""
-        if self._sessions.get(session.site) is session:
-            del self._sessions[session.site]
+        if self._sessions.get(session.peer) is session:
+            del self._sessions[session.peer]
+
+
+def _too_long(data: Outgoing) -> str | None:
+    length = len(joined(data))
+    if length <= MAX_CONTROL_MESSAGE:
+        return None
+    return f"a message of {length} bytes; the receiver takes at most {MAX_CONTROL_MESSAGE}; send it as a bulk message"
 
 
 class InMemoryClient(ClientTransport):
-    """One site's connection to the server of that name on the network."""
+    """One rank's connection to the server of that name on the network."""
 
-    def __init__(self, network: InMemoryNetwork, address: str, *, site: str, incarnation: str | int) -> None:
+    def __init__(
+        self, network: InMemoryNetwork, address: str, *, site: str, rank: int = 0, incarnation: str | int
+    ) -> None:
+        check_rank(rank)
         self.address, self.why, self.traffic = address, "", Traffic()
-        self._network, self._site, self._incarnation = network, site, str(incarnation)
-        self._session: _Session | None = None
+        self._network, self._peer, self._incarnation = network, Peer(site, rank), str(incarnation)
+        self._session: Session | None = None
         self._events: list[LinkEvent] = []
         self._event_count = 0
         self._closed = False
@@ -271,7 +266,7 @@ class InMemoryClient(ClientTransport):
         if self._closed:
             raise LinkError(f"this connection to {self.address} was closed; make a new one")
         self._session = None
-        entry = EntryRequest(self._site, self._incarnation, bytes(request), None, None, "memory")
+        entry = EntryRequest(*self._peer, self._incarnation, bytes(request), None, None, "memory")
         until = time.monotonic() + timeout
         while True:
             with self._network.changed:
@@ -287,11 +282,11 @@ class InMemoryClient(ClientTransport):
                 self.why = str(error)
                 raise RefusedError(self.why) from None
             except Exception as error:
-                log.exception("admitting %s failed", self._site)
+                log.exception("admitting %s failed", self._peer)
                 self.why = f"the global server failed ({error!r}); see its log"
             if time.monotonic() + _RETRY_S >= until:
                 raise LinkError(
-                    f"{self.address} did not admit {self._site} within {timeout:g} s ({self.why}); check the address"
+                    f"{self.address} did not admit {self._peer} within {timeout:g} s ({self.why}); check the address"
                 )
             time.sleep(_RETRY_S)
 
@@ -304,16 +299,15 @@ class InMemoryClient(ClientTransport):
                 self._add_event(LinkEvent.CONNECTED)
             self._network.changed.notify_all()
 
-    def send(self, data: Data) -> None:
+    def send(self, data: Outgoing, *, control: bool = False) -> None:
         """See `ClientTransport.send`."""
         with self._network.changed:
             session = self._current()
             if session.ended is LinkEvent.REFUSED:
                 raise RefusedError(session.why)
             if session.open:
-                session.up.append(bytes(data))
-                self.traffic.sent += len(session.up[-1])
-                self._network.changed.notify_all()
+                self.traffic.sent += len(joined(data))
+                session.server.put_up(session, data, control=control)
 
     def receive(self, timeout: float = 0.0) -> memoryview | None:
         """See `ClientTransport.receive`."""
@@ -326,7 +320,7 @@ class InMemoryClient(ClientTransport):
 
             self._network.wait_for(ready, timeout)
             if session.started and session.down:
-                message = session.down.popleft()
+                message = session.down.next_lane.popleft()
                 self.traffic.received += len(message)
                 self._network.changed.notify_all()
                 return memoryview(bytearray(message))
@@ -344,7 +338,7 @@ class InMemoryClient(ClientTransport):
     def unacknowledged_bytes(self) -> int:
         """See `ClientTransport.unacknowledged_bytes`."""
         with self._network.changed:
-            return 0 if self._session is None else sum(map(len, self._session.up))
+            return 0 if self._session is None else self._session.up.nbytes
 
     def wait_sent(self, timeout: float) -> bool:
         """See `ClientTransport.wait_sent`."""
@@ -381,7 +375,7 @@ class InMemoryClient(ClientTransport):
             session.down.clear()
             self.session_ended(session)
 
-    def session_ended(self, session: _Session) -> None:
+    def session_ended(self, session: Session) -> None:
         """A session has ended; an event if it is this client's."""
         if session is self._session and session.ended is not None and not self._closed:
             self.why = session.why
@@ -405,7 +399,7 @@ class InMemoryClient(ClientTransport):
                     session.up.clear()
             self._network.changed.notify_all()
 
-    def _current(self) -> _Session:
+    def _current(self) -> Session:
         if self._session is None or self._closed:
             raise LinkError(f"no session with {self.address}; enter first")
         return self._session

@@ -1,4 +1,4 @@
-"""Both directions of a session, over whatever streams are open at the moment.
+"""Both directions of one lane of a session, over whatever streams are open at the moment.
 
 A stream carries records both ways. `Stream.records` yields what is to be sent on it; `Stream.handle_record` takes
 what has come. Whoever carries the records (gRPC, or a test) is not known here.
@@ -17,11 +17,20 @@ from weightgrad.errors import ProtocolError
 from weightgrad.runtime.transport.receive_queue import BufferPool, ReceiveQueue
 from weightgrad.runtime.transport.records import MAX_ACKS, Ack, Chunk, Goodbye, Hello, Record, parse, to_bytes
 from weightgrad.runtime.transport.send_queue import SendQueue
-from weightgrad.runtime.transport.transport import Data, Traffic
+from weightgrad.runtime.transport.transport import Data, Outgoing, Traffic
+
+
+class SessionLock:
+    """The lock that the lanes of a session share, and conditions on which a thread can wait for either lane."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.received = threading.Condition(self.lock)
+        self.acknowledged = threading.Condition(self.lock)
 
 
 class MessageStream:
-    """The messages of one session, both ways. It outlives its streams, until `end`.
+    """The messages of one lane, both ways. It outlives its streams, until `end`.
 
     Args:
         max_message: the longest message that is received, in bytes.
@@ -30,6 +39,8 @@ class MessageStream:
         buffers: where the memory of received messages comes from.
         admit: called with the length of a message before it is received; raises to refuse it.
         traffic: where the bytes of records are counted, repeated ones included.
+        lock: the lock to use, where several lanes share one.
+        limit_name: what the sender of a message that is too long is told to raise.
     """
 
     def __init__(
@@ -41,11 +52,19 @@ class MessageStream:
         buffers: BufferPool | None = None,
         admit: Callable[[int], None] | None = None,
         traffic: Traffic | None = None,
+        lock: SessionLock | None = None,
+        limit_name: str = "max_message",
     ) -> None:
-        self.lock = threading.RLock()
-        self.outgoing = SendQueue(stream_bytes=stream_bytes, lock=self.lock)
+        shared = lock or SessionLock()
+        self.lock = shared.lock
+        self.outgoing = SendQueue(stream_bytes=stream_bytes, changed=shared.acknowledged)
         self.incoming = ReceiveQueue(
-            max_message=max_message, max_buffered=max_buffered, buffers=buffers, admit=admit, lock=self.lock
+            max_message=max_message,
+            max_buffered=max_buffered,
+            buffers=buffers,
+            admit=admit,
+            changed=shared.received,
+            limit_name=limit_name,
         )
         self.traffic = traffic or Traffic()
         self.ended = False
@@ -56,7 +75,7 @@ class MessageStream:
         self.announced = 0  # the last `released` that was sent on a stream that is still open
         self._streams_opened = 0
 
-    def put(self, data: Data) -> None:
+    def put(self, data: Outgoing) -> None:
         """Queue a message."""
         with self.lock:
             if not self.ended:

@@ -39,7 +39,8 @@ class ReceiveQueue:
         chunking: how messages are cut; the sender must cut alike.
         buffers: where the memory comes from.
         admit: called with the length of a message before memory is set aside for it; raises to refuse it.
-        lock: the lock to use, where several queues share one.
+        changed: the condition to use, where several queues share one.
+        limit_name: what the sender of a message that is too long is told to raise.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class ReceiveQueue:
         chunking: Chunking = DEFAULT_CHUNKING,
         buffers: BufferPool | None = None,
         admit: Callable[[int], None] | None = None,
-        lock: threading.RLock | None = None,
+        changed: threading.Condition | None = None,
+        limit_name: str = "max_message",
     ) -> None:
         check_memory_limits(max_message, max_buffered)
-        self.changed = threading.Condition(lock)
+        self.changed = changed or threading.Condition()
+        self._limit_name = limit_name
         self.window = max_buffered
         self._max_message = max_message
         self._chunking = chunking
@@ -142,7 +145,7 @@ class ReceiveQueue:
         if chunk.total > self._max_message:
             raise RefusedError(
                 f"a message of {chunk.total} bytes; the receiver takes at most {self._max_message}; "
-                "raise max_message there if the message is legitimate"
+                f"raise {self._limit_name} there if the message is legitimate"
             )
         if self._buffered + cost > self.window:
             raise RefusedError(

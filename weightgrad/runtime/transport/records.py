@@ -16,7 +16,7 @@ One record is one gRPC message, little-endian. The parser trusts nothing:
     hello    1 · 0 0 0 · version u32 · window u64 · released u64          first, on every stream
     chunk    2 · 0 .. 0 · message u64 · offset u64 · total u64 · data
     ack      3 · 0 0 0 · count u32 · released u64 · count of (message u64, offset u64)
-    goodbye  4 · UTF-8 text                                               last, from a site that leaves
+    goodbye  4 · UTF-8 text                                               last, from a peer that leaves
 
 A record has no checksum: TLS has one, and so has every frame inside a message.
 """
@@ -91,7 +91,7 @@ class Ack:
 
 @dataclass(frozen=True)
 class Goodbye:
-    """The site leaves; it has sent everything."""
+    """The peer leaves; it has sent everything."""
 
     why: str = ""
 

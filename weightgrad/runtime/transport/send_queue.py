@@ -8,18 +8,42 @@ queue. A message therefore continues where it was, however often its streams bre
 from __future__ import annotations
 
 import threading
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import accumulate
 
 from weightgrad.errors import ProtocolError
 from weightgrad.runtime.transport.records import DEFAULT_CHUNKING, OVERHEAD_BYTES, Chunk, Chunking
-from weightgrad.runtime.transport.transport import Data
+from weightgrad.runtime.transport.transport import Data, Outgoing
+
+
+class _Buffers:
+    """Several buffers as one message; a part of it is copied only if it lies in more than one of them."""
+
+    def __init__(self, data: Outgoing) -> None:
+        parts = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+        self._parts = [memoryview(part).cast("B") for part in parts if len(memoryview(part).cast("B"))]
+        self._starts = [0, *accumulate(len(part) for part in self._parts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def part(self, start: int, stop: int) -> Data:
+        """The bytes from start to stop."""
+        found: list[Data] = []
+        place = bisect_right(self._starts, start) - 1
+        while start < stop:
+            within = start - self._starts[place]
+            piece = self._parts[place][within : within + stop - start]
+            found.append(piece)
+            start, place = start + len(piece), place + 1
+        return found[0] if len(found) == 1 else b"".join(found)
 
 
 @dataclass
 class _QueuedMessage:
-    data: memoryview
+    data: _Buffers
     chunk_bytes: int
     chunks_left: int
 
@@ -35,13 +59,17 @@ class SendQueue:
     Args:
         stream_bytes: how much one stream may have taken without an acknowledgement.
         chunking: how messages are cut; the receiver must cut alike.
-        lock: the lock to use, where several queues share one.
+        changed: the condition to use, where several queues share one.
     """
 
     def __init__(
-        self, *, stream_bytes: int = 4 << 20, chunking: Chunking = DEFAULT_CHUNKING, lock: threading.RLock | None = None
+        self,
+        *,
+        stream_bytes: int = 4 << 20,
+        chunking: Chunking = DEFAULT_CHUNKING,
+        changed: threading.Condition | None = None,
     ) -> None:
-        self.changed = threading.Condition(lock)
+        self.changed = changed or threading.Condition()
         self._chunking = chunking
         self._stream_bytes = stream_bytes
         self._messages: dict[int, _QueuedMessage] = {}
@@ -54,13 +82,13 @@ class SendQueue:
         self._unreleased: deque[tuple[int, int]] = deque()  # message, cost
         self._unreleased_cost = 0
 
-    def put(self, data: Data) -> int:
+    def put(self, data: Outgoing) -> int:
         """Queue a message and return its number; the first message is 1."""
-        view = memoryview(data).cast("B")
+        whole = _Buffers(data)
         with self.changed:
             self._last += 1
             self._messages[self._last] = _QueuedMessage(
-                view, self._chunking.chunk_bytes, self._chunking.count(len(view))
+                whole, self._chunking.chunk_bytes, self._chunking.count(len(whole))
             )
             self.changed.notify_all()
             return self._last
@@ -81,7 +109,7 @@ class SendQueue:
             length = sent.length(offset)
             self._carrier[key] = stream
             self._taken_bytes[stream] += length
-            return Chunk(message, offset, len(sent.data), sent.data[offset : offset + length])
+            return Chunk(message, offset, len(sent.data), sent.data.part(offset, offset + length))
 
     def has_for(self, stream: int) -> bool:
         """Whether `take` would return a chunk for this stream at once."""
@@ -146,10 +174,15 @@ class SendQueue:
         with self.changed:
             return sum(len(sent.data) for sent in self._messages.values())
 
+    @property
+    def empty(self) -> bool:
+        """Whether every chunk is acknowledged."""
+        return not self._messages
+
     def wait_empty(self, timeout: float) -> bool:
         """Wait until every chunk is acknowledged; False if that takes longer than `timeout` seconds."""
         with self.changed:
-            return self.changed.wait_for(lambda: not self._messages, timeout)
+            return self.changed.wait_for(lambda: self.empty, timeout)
 
     def _next_for(self, stream: int) -> tuple[int, int] | None:
         key = self._returned[0] if self._returned else self._next_new

@@ -15,9 +15,11 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from weightgrad.runtime.transport.transport import Traffic
+
+Owner = TypeVar("Owner")
 
 _FILES = "/proc/self/fd"
 _INFO_BYTES = 136
@@ -28,36 +30,34 @@ _ROUND_TRIP_AT = 148  # tcpi_min_rtt, in microseconds
 _UNKNOWN_ROUND_TRIP = 2**32 - 1
 
 
-class SocketBytes:
+class SocketBytes(Generic[Owner]):
     """Counts connections of this process to a port ("client"), or of peers to a port of this process ("server").
 
     Args:
         port: the server's port.
         side: which end of the connections this process is.
-        owner: the name under which a connection from the endpoint "HOST:PORT" is counted; None while it is not
-            known. By default connections are counted by the peer's host.
+        owner: under whom a connection to the endpoint "HOST:PORT" of the other end is counted; None while that is
+            not known. `host_of` counts by host.
 
     Attributes:
         why_not: why nothing can be counted on this machine; None where it can.
         round_trip_s: the shortest round trip that TCP has seen lately on an open connection; 0 if unknown.
     """
 
-    def __init__(
-        self, port: int, *, side: Literal["client", "server"], owner: Callable[[str], str | None] | None = None
-    ) -> None:
-        self._port, self._side, self._owner = port, side, owner or (lambda endpoint: endpoint.rpartition(":")[0])
-        self._open: dict[str, tuple[str | None, Traffic]] = {}  # by inode: the owner, and the last count
-        self._closed: dict[str, Traffic] = {}  # by owner
+    def __init__(self, port: int, *, side: Literal["client", "server"], owner: Callable[[str], Owner | None]) -> None:
+        self._port, self._side, self._owner = port, side, owner
+        self._open: dict[str, tuple[Owner | None, Traffic]] = {}  # by inode: the owner, and the last count
+        self._closed: dict[Owner, Traffic] = {}
         self._lock = threading.Lock()
         self.round_trip_s = 0.0
         self.why_not = _why_not()
 
-    def sample(self) -> dict[str, Traffic] | None:
+    def sample(self) -> dict[Owner, Traffic] | None:
         """Count now. Returns totals by owner, closed connections included; None where nothing can be counted."""
         if self.why_not is not None:
             return None
         with self._lock:
-            present: dict[str, tuple[str | None, Traffic]] = {}
+            present: dict[str, tuple[Owner | None, Traffic]] = {}
             round_trips = []
             for name in os.listdir(_FILES):
                 if found := self._inspect(int(name)):
@@ -107,6 +107,11 @@ def _round_trip_s(info: bytes) -> float:
     """Seconds; 0 before anything was measured, and where the kernel does not report it."""
     found = _ROUND_TRIP.unpack_from(info, _ROUND_TRIP_AT)[0] if len(info) >= _ROUND_TRIP_AT + _ROUND_TRIP.size else 0
     return 0.0 if found == _UNKNOWN_ROUND_TRIP else 1e-6 * float(found)
+
+
+def host_of(endpoint: str) -> str:
+    """The HOST of "HOST:PORT"."""
+    return endpoint.rpartition(":")[0]
 
 
 def endpoint(host: str, port: int) -> str:

@@ -1,0 +1,82 @@
+"""The Lightning Trainer as two sites: the script of the documentation, exceptions, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.user_sites import served
+from weightgrad.errors import StrategyError
+
+from .documented_scripts import run_two_sites
+from .documented_site import script_of
+
+pl = pytest.importorskip(
+    "lightning.pytorch", reason="Lightning is not installed (the extra `lightning`)", exc_type=ImportError
+)
+
+QUIET = [
+    "ignore:.*does not have many workers:UserWarning",
+    "ignore:.*GPU available but not used:UserWarning",
+    "ignore:.*logging interval:UserWarning",
+    "ignore:.*isinstance.*LeafSpec:FutureWarning",
+    "ignore:.*LeafSpec.*:FutureWarning",
+]
+pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("strategy", ["baseline", "diloco, every: 4"])
+def test_the_documented_script_trains_at_two_sites(strategy: str, manual: bool) -> None:
+    modules = run_two_sites(script_of("lightning.md")["main"], strategy, manual)
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(9))
+    right = (modules[0].net(x).argmax(1) == (x.sum(1) > 0).long()).float().mean()
+    assert right > 0.8
+
+
+def quiet_trainer(callback: Any) -> Any:
+    return pl.Trainer(
+        max_epochs=1,
+        callbacks=[callback],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def loader() -> Any:
+    data = torch.utils.data.TensorDataset(torch.ones(8, 8), torch.ones(8, dtype=torch.long))
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+def test_an_exception_tells_the_server_that_the_site_is_gone() -> None:
+    from weightgrad.integrations.lightning import WeightGradCallback
+
+    class Failing(script_of("lightning.md")["Classifier"]):  # type: ignore[misc]
+        def training_step(self, batch: Any, index: int) -> Any:
+            raise RuntimeError("the disk of the data is gone")
+
+    with served("diloco, every: 2", "east") as hub:
+        callback = WeightGradCallback(hub.address, site="east", insecure=True)
+        with pytest.raises(RuntimeError, match="the disk of the data is gone"):
+            quiet_trainer(callback).fit(Failing(), loader())
+        hub.until(lambda: not hub.core.members.by_name["east"].live)
+
+
+@pytest.mark.parametrize(("kind", "why"), [("LBFGS", "LBFGS calls its closure many times"), ("two", "2 optimizers")])
+def test_what_a_module_may_not_have(kind: str, why: str) -> None:
+    from weightgrad.integrations.lightning import WeightGradCallback
+
+    class Module(script_of("lightning.md")["Classifier"]):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            if kind == "LBFGS":
+                return torch.optim.LBFGS(self.parameters())
+            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+
+    callback = WeightGradCallback("127.0.0.1:1", site="east", insecure=True)
+    with pytest.raises(StrategyError, match=why):
+        quiet_trainer(callback).fit(Module(manual=True), loader())

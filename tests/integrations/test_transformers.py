@@ -1,0 +1,44 @@
+"""The Hugging Face Trainer as two sites: the script of the documentation, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightgrad.errors import StrategyError
+
+from .documented_scripts import run_two_processes
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (the extra `transformers`)", exc_type=ImportError
+)
+
+
+def test_the_documented_script_trains_at_two_sites(tmp_path: Path) -> None:
+    vector = run_two_processes("transformers.md", "baseline", tmp_path, str(tmp_path / "out"))[0]
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    torch.nn.utils.vector_to_parameters(vector, model.parameters())
+    text = (torch.arange(16) + 5).unsqueeze(0) % 64
+    with torch.no_grad():
+        loss = float(model(input_ids=text, labels=text).loss)
+    assert loss < 3.5, "an untrained model has a loss of log(64) = 4.2"
+
+
+def test_what_the_trainer_may_not_do(tmp_path: Path) -> None:
+    from weightgrad.integrations.transformers import WeightGradCallback
+
+    def arguments(**options: Any) -> Any:
+        return transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+
+    callback = WeightGradCallback("127.0.0.1:1", site="east", insecure=True)
+    best = arguments(load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps")
+    with pytest.raises(StrategyError, match="load_best_model_at_end loads other weights before the site has left"):
+        callback.on_train_begin(best, None, None)
+    assert callback.site is None
+    callback.on_log(best, None, None, logs={"loss": 1.0})
+    callback.on_epoch_end(best, None, None)
+    callback.on_train_end(best, None, None)

@@ -1,0 +1,315 @@
+"""What one rank of a site holds, and the work of a round on it: encode a push, apply a result, load a model.
+
+A site is one `SiteCoordinator`, which decides when rounds start and end, and a `SiteShard` on each rank, which does
+what it is told for the elements that the rank holds. Everything happens piece by piece (`core/pieces.py`), so a round
+needs memory for a few pieces, whatever the size of the model.
+
+There are two kinds: `core/update_shard.py` where sites share updates, `core/gradient_shard.py` where they share
+gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weightgrad import codecs
+from weightgrad.codecs import Codec
+from weightgrad.core import pieces
+from weightgrad.core.layout import Layout
+from weightgrad.core.local_model import LocalModel, Scratch
+from weightgrad.core.pieces import Piece
+from weightgrad.core.residual import Look, Residual
+from weightgrad.core.resume import Resume
+from weightgrad.core.selectors import All, Selector, View
+from weightgrad.core.step_update import StepUpdate
+from weightgrad.core.vector_checks import with_prefix, without_prefix
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.message_bytes import pack, unpack
+from weightgrad.wire.messages import PushPart, RoundResult, Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOrder:
+    """Encode a push.
+
+    Attributes:
+        round: its round.
+        step: local steps done.
+        fragment: which fragment of the model the round is about.
+        threshold: the significance threshold.
+        codec: a codec that replaces the strategy's this once; None keeps the strategy's.
+        final: whether everything that is left is pushed.
+        places: whether the local model goes to the reference now. Otherwise it goes there with the round result, which
+            the site waits for, or it is there already.
+        waits: whether the site waits for the result before its next step.
+        in_flight_share: how much of each push in flight the local model contains from now on, if `places`.
+    """
+
+    round: int
+    step: int
+    fragment: int = 0
+    threshold: float = 0.0
+    codec: str | None = None
+    final: bool = False
+    places: bool = False
+    waits: bool = False
+    in_flight_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyOrder:
+    """Apply a round result.
+
+    Attributes:
+        version: the version of the global model that it leads to.
+        through: the last round whose push of this site is in the result; -1 if none is.
+        in_flight_share: how much of each push in flight the local model contains from now on.
+    """
+
+    version: int
+    through: int
+    in_flight_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOrder:
+    """Take over a global model that was downloaded.
+
+    Attributes:
+        version: its version.
+        step: its step.
+        included: the last round whose push of this site is in it.
+        discards: whether the residual and the pushes in flight are discarded: they may be with the server already.
+        in_flight_share: how much of each push in flight the local model contains from now on.
+    """
+
+    version: int
+    step: int
+    included: int
+    discards: bool
+    in_flight_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """The parts of a strategy that work on what a rank holds."""
+
+    selector: Selector
+    up: Codec
+    per_tensor: bool
+    keep_loss: bool
+    resume: Resume
+    flush: Codec | None
+    measures: bool = False  # the trigger compares the fresh update with the last step
+
+
+class SiteShard(ABC):
+    """The elements of a site's model that one rank holds.
+
+    Args:
+        site: the name of the site.
+        layout: where the tensors lie in the index space.
+        local: the weights that the rank trains on.
+        plan: the parts of the strategy that work on them.
+        key: the key of the random stream of the site's pushes.
+    """
+
+    def __init__(self, site: str, layout: Layout, local: LocalModel, plan: ShardPlan, key: int) -> None:
+        self.site = site
+        self.layout = layout
+        self.held = local.held
+        self.local = local
+        self.plan = plan
+        self.in_flight: dict[int, tuple[Segment, ...]] = {}  # encoded pushes without a result, by round, oldest first
+        self.served: tuple[Intervals, ...] = (Intervals.whole(layout.numel),)
+        """What each process of the global server serves: no piece of a push is for two of them."""
+        self.scratch = Scratch()
+        self.residual = Residual(self.held, plan.up, key, keep_loss=plan.keep_loss, scratch=self.scratch)
+        needs = plan.selector.needs_step
+        self.step_update = (
+            StepUpdate(self.held, layout, elements=needs == "elements") if plan.measures or needs else None
+        )
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def stepped(self, gradient: LocalModel | None) -> None:
+        """Take note of a local step, where the strategy compares with it; the gradient where gradients are shared."""
+
+    def keep(self, gradient: LocalModel | None) -> None:
+        """Keep what the last step made, where no push takes it; nothing to do where the local model has it."""
+        if gradient is not None:
+            for piece in pieces.cut(self.held, self.layout, per_tensor=self.plan.per_tensor):
+                self.residual.put(piece, gradient.read(piece.intervals, self.scratch.of("fresh", piece.numel)))
+
+    @abstractmethod
+    def squares(self) -> tuple[float, float]:
+        """The squared norms of what was made since the last push, and of the last step's update."""
+
+    # -- rounds --------------------------------------------------------------------------------
+
+    def push(self, order: PushOrder, gradient: LocalModel | None = None) -> tuple[Segment, ...]:
+        """Encode a push, which is in flight from then on.
+
+        Args:
+            order: what to push.
+            gradient: the gradient of the step, where gradients are shared.
+
+        Returns:
+            The segments, by what the server's processes serve and in ascending order.
+
+        Raises:
+            NonFiniteError: the update has a NaN or an Inf.
+        """
+        return tuple(self.stream_push(order, gradient))
+
+    def stream_push(self, order: PushOrder, gradient: LocalModel | None = None) -> Iterator[Segment]:
+        """Encode a push piece by piece, so that one can be sent while the next is encoded; see `push`.
+
+        The push is in flight, and the residual complete, when all segments have been taken.
+        """
+        selector: Selector = All() if order.final else self.plan.selector
+        flush = self.plan.flush if order.final else None
+        codec = flush if order.final else None if order.codec is None else codecs.parse(order.codec)
+        chosen = tuple(
+            piece
+            for served in self.served
+            for piece in selector.pieces(
+                self.held & served, self.layout, per_tensor=self.plan.per_tensor, fragment=order.fragment
+            )
+        )
+        found: list[Segment] = []
+        for piece in chosen:
+            fresh = self._fresh(piece, gradient)
+            if order.final and flush is None:
+                self.residual.put(piece, fresh)
+            elif not order.final or self._anything(piece, fresh):
+                segment = self.residual.take(piece, fresh, selector, self._view(order), count=order.round, codec=codec)
+                if segment is not None:
+                    found.append(segment)
+                    yield segment
+        if gradient is not None:
+            self._keep_rest(chosen, gradient)
+        self.in_flight[order.round] = tuple(found)
+        self._pushed(order, chosen)
+
+    def _anything(self, piece: Piece, fresh: Tensor) -> bool:
+        """Whether a piece has anything to push; a last push leaves out what has not."""
+        left = self.residual.of(piece.intervals)
+        return bool(fresh.any()) or (left is not None and bool(left.any()))
+
+    def _keep_rest(self, chosen: tuple[Piece, ...], gradient: LocalModel) -> None:
+        """Keep the gradient of what this round is not about."""
+        rest = self.held - Intervals.of(span for piece in chosen for span in piece.intervals.spans)
+        for piece in pieces.cut(rest, self.layout, per_tensor=False):
+            self.residual.put(piece, gradient.read(piece.intervals, self.scratch.of("fresh", piece.numel)))
+
+    def _view(self, order: PushOrder) -> Look:
+        last = self.step_update
+
+        def look(piece: Piece, residual: Tensor) -> View:
+            return View(
+                residual=residual,
+                global_model=lambda: self._weights(piece.intervals),
+                last_norm=lambda: last.last_norm(piece) if last is not None else 0.0,
+                last_update=lambda: last.last_update(piece) if last is not None else None,
+                step=order.step,
+                threshold=order.threshold,
+            )
+
+        return look
+
+    @abstractmethod
+    def _fresh(self, piece: Piece, gradient: LocalModel | None) -> Tensor:
+        """What was made since the last push, in memory that is used again."""
+
+    @abstractmethod
+    def _pushed(self, order: PushOrder, chosen: tuple[Piece, ...]) -> None:
+        """A push has been encoded."""
+
+    @abstractmethod
+    def _weights(self, intervals: Intervals) -> Tensor:
+        """The global model of some held elements; not to be written to."""
+
+    @abstractmethod
+    def apply(self, order: ApplyOrder, result: RoundResult) -> None:
+        """Move by a round result, of which at least what this rank holds must be given."""
+
+    def remove_through(self, round_: int) -> list[tuple[Segment, ...]]:
+        """Forget the pushes up to and including this round, and return them: they are in the global model."""
+        return [self.in_flight.pop(number) for number in list(self.in_flight) if number <= round_]
+
+    def release(self, through: int) -> None:
+        """Free the memory of pushes that are in the global model, as far as their results do without them.
+
+        Args:
+            through: the pushes up to and including this round.
+        """
+        del through
+
+    def filled_in(self, result: RoundResult) -> RoundResult:
+        """Put the site's own pushes into a relayed result, from which the server leaves them out."""
+        relayed = [
+            replace(push, segments=self.in_flight.get(push.round)) if push.segments is None else push
+            for push in result.relayed
+        ]
+        return replace(result, relayed=tuple(relayed))
+
+    # -- downloads -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_load(self, *, discards: bool) -> None:
+        """A download begins. From now on `load` and `load_result` are called in the order of their messages.
+
+        Args:
+            discards: whether the residual and the pushes in flight are discarded.
+        """
+
+    @abstractmethod
+    def load(self, name: str, segment: Segment) -> None:
+        """Store a part of the downloaded model: of its weights, or of a vector of its optimizer."""
+
+    @abstractmethod
+    def load_result(self, result: RoundResult) -> None:
+        """Apply a result that came between parts of the download; parts that come later contain it already."""
+
+    @abstractmethod
+    def end_load(self, order: LoadOrder, scalars: Mapping[str, Tensor]) -> None:
+        """The download is complete; `scalars` are what the model's optimizer keeps beside vectors."""
+
+    # -- checkpoint ----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """What must survive, as named tensors; vectors are not copied. The local model is not part of it."""
+        found = with_prefix("residual.", self.residual.state())
+        if self.step_update is not None:
+            found |= with_prefix("step_update.", self.step_update.state())
+        for round_, segments in self.in_flight.items():
+            found[f"in_flight.{round_}"] = pack_in_flight(round_, segments)
+        return found
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        self.residual.load(without_prefix("residual.", state))
+        if self.step_update is not None and (saved := without_prefix("step_update.", state)):
+            self.step_update.load(saved)
+        rounds = without_prefix("in_flight.", state)
+        self.in_flight = {int(round_): unpack_in_flight(rounds[round_]) for round_ in sorted(rounds, key=int)}
+
+
+def pack_in_flight(round_: int, segments: tuple[Segment, ...]) -> Tensor:
+    """Segments as a tensor of bytes, for a checkpoint."""
+    part = PushPart(site="-", round=round_, rank=0, segments=segments, last=True)
+    return torch.frombuffer(bytearray(pack(part)), dtype=torch.uint8)
+
+
+def unpack_in_flight(tensor: Tensor) -> tuple[Segment, ...]:
+    """The segments that `pack_in_flight` packed."""
+    part = unpack(tensor.numpy().data)
+    assert isinstance(part, PushPart)
+    return part.segments

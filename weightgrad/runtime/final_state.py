@@ -1,0 +1,242 @@
+"""What a site adds to the file of the final model, and what the server makes of it.
+
+The global server knows neither buffers (running statistics of batch norm) nor the curvature by which a site quantizes
+weights. So a site that leaves sends the server a file, its final state: the persistent buffers of its module and, where
+the strategy is judged by quantized weights, the global model as the site quantizes it. The server keeps these files
+beside the final model until it writes that one:
+
+    buffers     floating-point ones: the mean over the sites, weighted by samples; others: those of the first site
+    weights     quantized by the first site, in the order of the run, that has seen the last version of the global model
+
+A file that is damaged, or does not fit the model, is left out, and the log says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from weightgrad.codecs import Payload, decode
+from weightgrad.core.layout import Layout
+from weightgrad.errors import ModelFileError, ProtocolError
+from weightgrad.quantized.packed_tensor import WEIGHTGRAD, PackedTensor
+from weightgrad.quantized.quantized_file import QuantizedFile, to_tensors
+from weightgrad.runtime.module_weights import plain_name
+from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.wire.messages import FinalPart
+
+log = logging.getLogger("weightgrad.serve")
+
+_PART_BYTES = 1 << 18
+_MOST_BUFFER_BYTES = 1 << 30
+_BUFFER, _WEIGHT = "buffer.", "weight."
+
+
+def all_buffers(module: nn.Module, group: SiteGroup, *, stages: bool) -> dict[str, Tensor]:
+    """The persistent buffers of a site's module by their names in a plain module; called on every rank.
+
+    Args:
+        module: This rank's module.
+        group: The ranks of the site.
+        stages: Whether every rank has a part of the model, so that the buffers of all ranks are put together; otherwise
+            they are this rank's.
+    """
+    kept = module.state_dict(keep_vars=True).keys()
+    own = {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept}
+    found = {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in own.items()}
+    if not stages:
+        return found
+    blobs = group.exchange(torch.frombuffer(bytearray(save(found)), dtype=torch.uint8))
+    return {name: buffer for blob in blobs for name, buffer in load(blob.numpy().tobytes()).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteFinalState:
+    """The final state of one site.
+
+    Attributes:
+        version: The version of the global model that was quantized.
+        samples: How much the site's buffers weigh.
+        buffers: Buffers by name.
+        quantized: Quantized weights by name; those that stay exact are not among them.
+    """
+
+    version: int
+    samples: int
+    buffers: Mapping[str, Tensor]
+    quantized: Mapping[str, PackedTensor | Tensor]
+
+    @staticmethod
+    def of(
+        layout: Layout,
+        payloads: Sequence[Payload] | None,
+        buffers: Mapping[str, Tensor],
+        *,
+        version: int,
+        samples: int,
+    ) -> SiteFinalState:
+        """The final state of a site with these buffers, which has encoded its weights as these payloads."""
+        found: dict[str, PackedTensor | Tensor] = {}
+        for slot, payload in zip(layout.slots, payloads, strict=True) if payloads is not None else ():
+            if payload.codec != "fp32":
+                packed = PackedTensor.of(_WEIGHT + slot.name, payload, WEIGHTGRAD)
+                found[slot.name] = decode(payload) if packed is None else packed
+        return SiteFinalState(version=version, samples=samples, buffers=buffers, quantized=found)
+
+    def parts(self, site: str) -> list[FinalPart]:
+        """The final state as messages."""
+        packed = [one for one in self.quantized.values() if isinstance(one, PackedTensor)]
+        whole = {_WEIGHT + name: one for name, one in self.quantized.items() if isinstance(one, Tensor)}
+        whole |= {_BUFFER + name: buffer for name, buffer in self.buffers.items()}
+        order = [*(one.name for one in packed), *whole]
+        facts = {"version": str(self.version), "samples": str(self.samples), "order": json.dumps(order)}
+        data = save(*to_tensors(packed=packed, halves={}, kept=whole, facts=facts))
+        count = -(-len(data) // _PART_BYTES)
+        return [
+            FinalPart(site=site, place=place, parts=count, data=data[place * _PART_BYTES : (place + 1) * _PART_BYTES])
+            for place in range(count)
+        ]
+
+    @staticmethod
+    def read(path: Path, layout: Layout) -> SiteFinalState:
+        """Read a final state that a site has sent.
+
+        Raises:
+            ModelFileError: It is damaged, or does not fit the model.
+        """
+        file = QuantizedFile(path)
+        shapes = {slot.name: slot.shape for slot in layout.slots}
+        buffers: dict[str, Tensor] = {}
+        quantized: dict[str, PackedTensor | Tensor] = {}
+        found: dict[str, PackedTensor | Tensor] = {**{one.name: one for one in file.packed}, **file.whole}
+        for name, one in found.items():
+            if name.startswith(_BUFFER) and name.removeprefix(_BUFFER) not in shapes and isinstance(one, Tensor):
+                buffers[name.removeprefix(_BUFFER)] = one
+                continue
+            tensor, own = values_of(one), name.removeprefix(_WEIGHT)
+            good = name.startswith(_WEIGHT) and tensor.dtype == torch.float32 and shapes.get(own) == tuple(tensor.shape)
+            if not good or not bool(torch.isfinite(tensor).all()):
+                raise ModelFileError(f"{path}: {name[:80]} is no tensor of this model, or is not finite")
+            quantized[own] = one  # and not its values: all of them together would be the whole model
+        return SiteFinalState(
+            version=file.number("version"), samples=file.number("samples"), buffers=buffers, quantized=quantized
+        )
+
+
+def values_of(one: PackedTensor | Tensor) -> Tensor:
+    """The values of a tensor that may be packed."""
+    return one.decode() if isinstance(one, PackedTensor) else one
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalState:
+    """What all sites together add to the final model.
+
+    Attributes:
+        buffers: Buffers by name.
+        quantized: Quantized weights by name; None: the weights are those of the global model.
+    """
+
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    quantized: Mapping[str, PackedTensor | Tensor] | None = None
+
+
+class FinalStates:
+    """The final states that the sites of a run have sent, as files beside the final model.
+
+    Args:
+        directory: Where the final model will be; None keeps nothing.
+        sites: The names of the sites in the order of the run.
+    """
+
+    def __init__(self, directory: Path | None, sites: Sequence[str]) -> None:
+        self._directory, self._sites = directory, list(sites)
+        self._next: dict[str, int] = {}
+
+    def _path(self, site: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"final-state-{self._sites.index(site)}.safetensors"
+
+    def take(self, part: FinalPart, numel: int) -> None:
+        """Keep a part. What a site has sent before is replaced when all parts are here.
+
+        Args:
+            part: The part.
+            numel: The elements of the model, which bound what is kept.
+
+        Raises:
+            ProtocolError: The parts are out of order, or too many.
+        """
+        if self._directory is None:
+            return
+        if part.place and part.place != self._next.get(part.site, 0):  # part 0 begins anew
+            raise ProtocolError(
+                f"{part.site} sent part {part.place} of its final state, wanted {self._next.get(part.site, 0)}"
+            )
+        target = self._path(part.site)
+        partial = target.with_suffix(".part")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb" if part.place == 0 else "ab") as file:
+            file.write(part.data)
+            if file.tell() > 4 * numel + _MOST_BUFFER_BYTES:
+                raise ProtocolError(f"{part.site} sends a final state larger than its model and 1 GiB of buffers")
+        self._next[part.site] = part.place + 1
+        if part.place + 1 == part.parts:
+            partial.replace(target)
+
+    def collect(self, layout: Layout, version: int, *, wanted: bool) -> FinalState:
+        """Put together what the sites have sent, and remove their files.
+
+        Args:
+            layout: Where the tensors of the model lie.
+            version: The version of the final global model.
+            wanted: Whether the strategy is judged by quantized weights.
+        """
+        if self._directory is None:
+            return FinalState()
+        found: list[SiteFinalState] = []
+        for site in self._sites:
+            path = self._path(site)
+            path.with_suffix(".part").unlink(missing_ok=True)
+            if not path.is_file():
+                continue
+            try:
+                found.append(SiteFinalState.read(path, layout))
+            except ModelFileError as error:
+                log.error("the final state of %s is left out: %s", site, error)
+            path.unlink()
+        quantized = next((one.quantized for one in found if one.quantized and one.version == version), None)
+        if wanted and quantized is None:
+            log.warning("no site has quantized version %d: the final model has the weights of full precision", version)
+        return FinalState(buffers=_mean_buffers(found), quantized=quantized if wanted else None)
+
+
+def _mean_buffers(states: Sequence[SiteFinalState]) -> dict[str, Tensor]:
+    """Floating-point buffers averaged over the sites that have them alike; others as the first site has them."""
+    made: dict[str, Tensor] = {}
+    for name, first in ((name, one) for state in states for name, one in state.buffers.items()):
+        if name in made:
+            continue
+        alike = [
+            (state.samples, state.buffers[name])
+            for state in states
+            if name in state.buffers
+            and state.buffers[name].shape == first.shape
+            and state.buffers[name].dtype == first.dtype
+        ]
+        total = sum(samples for samples, _ in alike)
+        if not first.is_floating_point() or not total:
+            made[name] = first
+            continue
+        mean = torch.zeros(first.shape, dtype=torch.float64)
+        for samples, buffer in alike:
+            mean += buffer.double() * (samples / total)
+        made[name] = mean.to(first.dtype)
+    return made

@@ -1,0 +1,379 @@
+"""The parameters of a user's module as elements of the index space: which of them this rank has, and access to them.
+
+A parameter is one of three kinds:
+
+- plain: every rank that has the module has all of it (a single GPU, DDP);
+- sharded by rows: a DTensor whose local part is a stretch of rows (FSDP2, HSDP, tensor parallelism over dimension 0);
+- sharded otherwise: a DTensor cut by columns, or in another way. When a round takes or gives weights it is
+  redistributed to rows by `DTensor.redistribute`, which all ranks of its mesh do together. Steps between rounds do not
+  touch it.
+
+Frozen parameters take no part. Parameters stay where they are, in their own dtype and on their own device; nothing is
+copied but the piece that a round works on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from weightgrad.codecs import unpack_entries
+from weightgrad.core.layout import Layout
+from weightgrad.errors import StrategyError
+from weightgrad.kernels import fixed
+from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.wire.intervals import Intervals, Span
+from weightgrad.wire.messages import Segment
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+class Stretch(NamedTuple):
+    """Neighbouring elements of one parameter within some intervals: its number, where they lie in both, how many."""
+
+    parameter: int
+    place: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A trainable parameter and its name in the run."""
+
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all of it, however it is sharded."""
+        return tuple(self.parameter.shape)
+
+    def rows(self) -> Span | None:
+        """The elements that this rank has, within the parameter, if they are a stretch of rows; else None."""
+        if not is_sharded(self.parameter):
+            return (0, math.prod(self.shape))
+        chunks = self.parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        if not chunks:
+            return (0, 0)
+        (chunk, *others), width = chunks, math.prod(self.shape[1:])
+        sizes, offsets = tuple(chunk.sizes), tuple(chunk.offsets)
+        if others or math.prod(sizes) != self.parameter.to_local().numel():
+            return None
+        if 0 in sizes:
+            return (0, 0)
+        if sizes[1:] != self.shape[1:] or any(offsets[1:]):
+            return None
+        return (offsets[0] * width, (offsets[0] + sizes[0]) * width)
+
+
+def trainable(module: nn.Module, *, frozen: bool = False) -> list[NamedParameter]:
+    """The parameters of a module that take part; tied ones once.
+
+    Args:
+        module: The user's model.
+        frozen: Whether those that are frozen now take part, too.
+
+    Raises:
+        StrategyError: There is none, or one that is not dense and floating-point.
+    """
+    found = [NamedParameter(plain_name(name), p) for name, p in module.named_parameters() if frozen or p.requires_grad]
+    if not found:
+        raise StrategyError("the model has no parameter that is trained; prepare() it before freezing everything")
+    for one in found:
+        if not one.parameter.is_floating_point() or one.parameter.is_sparse:
+            raise StrategyError(
+                f"{one.name} is {one.parameter.dtype}; only dense floating-point parameters can be shared"
+            )
+    return found
+
+
+def plain_name(name: str) -> str:
+    """The name without what wrappers add to it, so that a wrapped and a plain module are the same model."""
+    for anywhere in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        name = name.replace(anywhere, "")
+    return name.removeprefix("module.")
+
+
+class ModuleWeights:
+    """The weights of a module as a `LocalModel`.
+
+    Args:
+        parameters: The trainable parameters of this rank.
+        layout: Where they lie in the index space; it may have more of them, on other ranks.
+        held: The elements that this rank holds, of those it has; None: all that it has.
+        source: What is read and written: the parameters, or their gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        layout: Layout,
+        held: Intervals | None = None,
+        *,
+        source: Callable[[nn.Parameter], Tensor | None] | None = None,
+    ) -> None:
+        slots = {slot.name: slot for slot in layout.slots}
+        self.parameters = sorted(parameters, key=lambda one: slots[one.name].start)
+        self._source = source
+        self._rows: dict[int, Tensor] = {}  # of parameters that are sharded otherwise, while a round works on them
+        spans: list[Span] = []
+        for place, one in enumerate(self.parameters):
+            start, rows = slots[one.name].start, one.rows()
+            if rows is None:
+                rows = self._row_span(place)
+            spans.append((start + rows[0], start + rows[1]))
+        self._spans = spans
+        self.available = Intervals.of(spans)
+        """The elements whose weights this rank has."""
+        self.held = self.available if held is None else held
+        self._stretches = lru_cache(maxsize=4096)(self._find_stretches)
+
+    # -- sharded otherwise ---------------------------------------------------------------------
+
+    @property
+    def redistributes(self) -> bool:
+        """Whether some parameters must be redistributed to rows, which all ranks do together."""
+        return any(one.rows() is None for one in self.parameters)
+
+    def _row_span(self, place: int) -> Span:
+        one = self.parameters[place]
+        by_rows = _by_rows(one.parameter)
+        found = NamedParameter(one.name, by_rows).rows()
+        if found is None:
+            raise StrategyError(
+                f"{one.name} has the placements {by_rows.placements}, which cannot be made rows; shard it by rows or "
+                "columns"
+            )
+        return found
+
+    @property
+    def redistributed(self) -> bool:
+        """Whether `begin` has brought parameters into rows and `end` has not brought them back."""
+        return bool(self._rows)
+
+    def begin(self) -> None:
+        """Before a round works on the weights, on all ranks: bring parameters that are sharded otherwise into rows."""
+        for place, one in enumerate(self.parameters):
+            tensor = one.parameter if self._source is None else self._source(one.parameter)
+            if one.rows() is None and tensor is not None:
+                self._rows[place] = _by_rows(tensor).to_local().detach().contiguous().clone()
+
+    def end(self, *, changed: bool) -> None:
+        """After a round, on all ranks: bring them back.
+
+        Args:
+            changed: Whether weights were written.
+        """
+        rows, self._rows = self._rows, {}
+        for place in sorted(rows) if changed else ():
+            tensor = self._whole(place)
+            assert tensor is not None
+            _put_rows(tensor, rows[place])
+
+    # -- LocalModel ----------------------------------------------------------------------------
+
+    @property
+    def exact(self) -> bool:
+        """Whether all weights are float32 on the CPU."""
+        return all(one.parameter.dtype == torch.float32 for one in self.parameters)
+
+    def read(self, intervals: Intervals, out: Tensor) -> Tensor:
+        """The weights: a view if they are float32 in one parameter on the CPU, else copies in `out`."""
+        stretches = self._stretches(intervals)
+        if len(stretches) == 1 and stretches[0].size == intervals.numel:
+            own = self._part(stretches[0])
+            if own is not None and own.dtype == torch.float32 and own.device.type == "cpu":
+                return own
+        out = out[: intervals.numel]
+        for stretch in stretches:
+            own = self._part(stretch)
+            target = out[stretch.offset : stretch.offset + stretch.size]
+            target.zero_() if own is None else target.copy_(own)
+        return out
+
+    def sample(self, interval: Intervals, distance: int) -> Tensor:
+        """The weights at equal distances in one parameter."""
+        (stretch,) = self._stretches(interval)
+        count = -(-stretch.size // distance)
+        if stretch.parameter not in self._rows and self.parameters[stretch.parameter].rows() is None:
+            whole = self._whole(stretch.parameter)  # its columns are as good a sample as its rows
+            own = None if whole is None else flat_local(whole)
+        else:
+            own = self._part(stretch)
+        found = torch.zeros(count)
+        if own is not None:
+            values = own[::distance][:count]
+            found[: values.numel()] = values
+        return found
+
+    @torch.no_grad()
+    def write(self, intervals: Intervals, values: Tensor) -> None:
+        """Copy values into the parameters."""
+        for stretch in self._stretches(intervals):
+            own = self._part(stretch)
+            if own is not None:
+                source = values[stretch.offset : stretch.offset + stretch.size]
+                own.copy_(source) if own.data_ptr() != source.data_ptr() else None
+
+    @torch.no_grad()
+    def add(self, intervals: Intervals, values: Tensor) -> None:
+        """Add values to the parameters."""
+        for stretch in self._stretches(intervals):
+            own = self._part(stretch)
+            if own is not None:
+                own += values[stretch.offset : stretch.offset + stretch.size].to(own.device)
+
+    @torch.no_grad()
+    def add_segment(self, segment: Segment, mode: int) -> None:
+        """Add what a segment decodes to; of a sparse one only its entries are touched."""
+        if segment.payload.codec != "sparse":
+            here = segment.intervals & self.available
+            decoded = torch.zeros(here.numel)
+            segment.into(decoded, mode, here)
+            self.add(here, decoded)
+            return
+        indices, values = unpack_entries(segment.payload)
+        for run in segment.intervals.runs(self.available):
+            first, last = torch.searchsorted(indices, torch.tensor([run.mine, run.mine + run.count])).tolist()
+            own = values[first:last] if mode == fixed.ADD else -values[first:last]
+            here = self.available.storage(run.theirs, run.theirs + run.count)
+            self._add_entries(here, indices[first:last] - run.mine, own)
+
+    def _add_entries(self, intervals: Intervals, indices: Tensor, values: Tensor) -> None:
+        for stretch in self._stretches(intervals):
+            bounds = torch.tensor([stretch.offset, stretch.offset + stretch.size])
+            first, last = torch.searchsorted(indices, bounds).tolist()
+            own = self._part(stretch)
+            if own is not None and last > first:
+                places = indices[first:last] - stretch.offset
+                own.index_add_(0, places.to(own.device), values[first:last].to(own.device))
+
+    def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
+        """Round values as the parameters would."""
+        for stretch in self._stretches(intervals):
+            dtype = self.parameters[stretch.parameter].parameter.dtype
+            if dtype != torch.float32:
+                own = values[stretch.offset : stretch.offset + stretch.size]
+                own.copy_(own.to(dtype))
+        return values
+
+    # -- where elements lie --------------------------------------------------------------------
+
+    def _find_stretches(self, intervals: Intervals) -> tuple[Stretch, ...]:
+        """The parts of the parameters that some intervals consist of, in ascending order."""
+        found: list[Stretch] = []
+        offset, place = 0, 0
+        for start, stop in intervals.spans:
+            while place < len(self._spans) and self._spans[place][1] <= start:
+                place += 1
+            at = place
+            while at < len(self._spans) and self._spans[at][0] < stop:
+                first, last = max(start, self._spans[at][0]), min(stop, self._spans[at][1])
+                if first < last:
+                    found.append(Stretch(at, first - self._spans[at][0], offset + first - start, last - first))
+                at += 1
+            offset += stop - start
+        return tuple(found)
+
+    def _whole(self, place: int) -> Tensor | None:
+        parameter = self.parameters[place].parameter
+        return parameter if self._source is None else self._source(parameter)
+
+    def _part(self, stretch: Stretch) -> Tensor | None:
+        """The elements of a stretch, flat, in the parameter's own memory; None where there is no gradient."""
+        if stretch.parameter in self._rows:
+            flat = self._rows[stretch.parameter].view(-1)
+        else:
+            tensor = self._whole(stretch.parameter)
+            if tensor is None:
+                return None
+            flat = flat_local(tensor)
+        return flat[stretch.place : stretch.place + stretch.size]
+
+
+def gradients_of(weights: ModuleWeights, layout: Layout) -> ModuleWeights:
+    """The gradients of the same parameters; a parameter without a gradient counts as zero."""
+    return ModuleWeights(weights.parameters, layout, weights.held, source=lambda parameter: parameter.grad)
+
+
+def flat_local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, as one dimension, in its own memory.
+
+    Raises:
+        StrategyError: Its memory is not contiguous, so that it has no such view.
+    """
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    local = local.detach()
+    if not local.is_contiguous():
+        raise StrategyError(
+            f"a parameter of shape {list(local.shape)} with strides {local.stride()} is not contiguous; make it so "
+            "with p.data = p.data.contiguous() before prepare()"
+        )
+    return local.view(-1)
+
+
+def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether it is a DTensor. Without their module, which takes a second to import, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _row_placements(tensor: DTensor) -> tuple[Any, ...]:
+    """Placements that shard by rows over every dimension of the mesh over which the tensor is sharded at all."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return tuple(Replicate() if isinstance(one, Replicate) else Shard(0) for one in tensor.placements)
+
+
+def _by_rows(tensor: Any) -> Any:
+    return tensor.redistribute(placements=_row_placements(tensor))
+
+
+@torch.no_grad()
+def _put_rows(tensor: Any, rows: Tensor) -> None:
+    """Write rows back into a tensor that is sharded otherwise."""
+    from torch.distributed.tensor import DTensor
+
+    made = DTensor.from_local(
+        rows,
+        tensor.device_mesh,
+        _row_placements(tensor),
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    tensor.to_local().copy_(made.redistribute(placements=tensor.placements).to_local())
+
+
+def layout_of(parameters: Sequence[NamedParameter]) -> Layout:
+    """The index space of parameters in their order."""
+    return Layout.of_shapes((one.name, one.shape) for one in parameters)
+
+
+def all_stages(own: Layout, group: SiteGroup) -> Layout:
+    """The index space of a model that is cut by layers: the parameters of all ranks, rank after rank.
+
+    Raises:
+        StrategyError: Two ranks have parameters of one name.
+    """
+    mine = json.dumps([[slot.name, list(slot.shape)] for slot in own.slots]).encode()
+    blobs = group.exchange(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    everything = [(name, tuple(shape)) for blob in blobs for name, shape in json.loads(bytes(blob.numpy()))]
+    names = [name for name, _ in everything]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise StrategyError(
+            f"two stages have a parameter {twice}; let every stage keep the names of the whole model, for instance by "
+            "setting the layers of other stages to None, so that sites that are cut differently can train together"
+        )
+    return Layout.of_shapes(everything)

@@ -1,0 +1,245 @@
+"""One process of the global server and the ranks it hears from: parts in, parts out, for the elements it serves.
+
+A rank says first which elements it holds (`Holding`). Its pushes come in parts; when every rank of a site has sent its
+last part, the push is complete here. When a round closes, every rank is sent what it holds of the result. A site that
+joins gets the results it has missed, or the global model: as many parts at a time as its link takes, so that a download
+costs the server no second copy of the model. Rounds that close meanwhile are sent in between, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from weightgrad.codecs import Codec
+from weightgrad.core.server_shard import ClosedPart, CloseOrder, PushFacts, ServerShard, values_bytes
+from weightgrad.errors import ProtocolError
+from weightgrad.runtime.transport.transport import Peer
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.message_parts import result_parts
+from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, RoundResult
+
+_AHEAD_BYTES = 16 << 20  # of a download that may wait for a rank's link
+
+Send = Callable[[Peer, Bulk], None]
+"""Queues a message for a rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provision:
+    """What a site that joins is to be sent, once it is known what its ranks hold.
+
+    Attributes:
+        site: the site.
+        epoch: of the site's processes; None: whichever are there.
+        since: the version after which results are sent; None sends the whole model.
+        codec: the codec of a download; None: exact.
+    """
+
+    site: str
+    epoch: int | None
+    since: int | None
+    codec: Codec | None = None
+
+
+@dataclass
+class _Site:
+    """The ranks of a site, as this process knows them."""
+
+    epoch: int = -1
+    ranks: int = 0
+    held: dict[int, Intervals] = field(default_factory=dict)
+    parts: dict[int, dict[int, list[PushPart]]] = field(default_factory=dict)  # by round and rank; not complete yet
+    owed: Provision | None = None  # to be sent when all ranks have said what they hold
+    missed: list[RoundResult] | None = None  # with it: the results that the site needs; None: the whole model
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank that holds something served here has said so."""
+        return 0 < self.ranks == len(self.held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletePush:
+    """All parts of a push are here.
+
+    Attributes:
+        site: the site.
+        round: the round of the push.
+        facts: what was found in its values.
+        size: the bytes of its values, as `values_bytes` counts them.
+    """
+
+    site: str
+    round: int
+    facts: PushFacts
+    size: int
+
+
+class ShardServer:
+    """What one process of the global server does for its elements.
+
+    Args:
+        shard: the elements.
+        send: queues a message for a rank.
+        waiting_bytes: how many bytes are still on their way to a rank; None if it is not connected.
+    """
+
+    def __init__(self, shard: ServerShard, send: Send, waiting_bytes: Callable[[Peer], int | None]) -> None:
+        self.shard = shard
+        self._send, self._waiting_bytes = send, waiting_bytes
+        self._sites: dict[str, _Site] = {}
+        self._downloads: dict[Peer, Iterator[ModelPart]] = {}
+
+    # -- messages in ---------------------------------------------------------------------------
+
+    def hold(self, message: Holding) -> None:
+        """A rank says which elements it holds.
+
+        Raises:
+            ProtocolError: the ranks of the site contradict each other.
+        """
+        site = self._sites.setdefault(message.site, _Site())
+        if message.epoch != site.epoch:  # the processes of the site were started anew: what they had sent comes again
+            site.epoch, site.ranks, site.held, site.parts = message.epoch, message.ranks, {}, {}
+        if message.ranks != site.ranks:
+            raise ProtocolError(
+                f"rank {message.rank} of {message.site} says that {message.ranks} ranks hold something of this "
+                f"process, another rank said {site.ranks}"
+            )
+        for by_rank in site.parts.values():  # what the rank has not sent completely, it sends again
+            if message.rank in by_rank and not by_rank[message.rank][-1].last:
+                del by_rank[message.rank]
+        served = self.shard.served
+        others = Intervals.of(span for rank, held in site.held.items() if rank != message.rank for span in held.spans)
+        if (others & message.held).numel:
+            raise ProtocolError(f"rank {message.rank} of {message.site} holds elements that another rank holds")
+        site.held[message.rank] = message.held
+        if site.ready:
+            if not (others | message.held).contains(served):
+                raise ProtocolError(f"no rank of {message.site} holds some of the elements that are served here")
+            self.shard.set_holdings(message.site, [site.held[rank] for rank in sorted(site.held)])
+            self._pay(message.site)
+
+    def push_part(self, part: PushPart) -> CompletePush | None:
+        """Take a part of a push.
+
+        Returns:
+            The push, if it is complete with this part.
+
+        Raises:
+            ProtocolError: the rank has not said what it holds.
+        """
+        site = self._sites.get(part.site)
+        if site is None or part.rank not in site.held:
+            raise ProtocolError(f"rank {part.rank} of {part.site} pushes before it has said what it holds")
+        by_rank = site.parts.setdefault(part.round, {})
+        own = by_rank.setdefault(part.rank, [])
+        if own and own[-1].last:
+            own.clear()  # sent again from the beginning
+        own.append(part)
+        if len(by_rank) < site.ranks or not all(parts[-1].last for parts in by_rank.values()):
+            return None
+        del site.parts[part.round]
+        parts = [one for rank in sorted(by_rank) for one in by_rank[rank]]
+        segments = sorted((segment for one in parts for segment in one.segments), key=lambda one: one.start)
+        facts = self.shard.receive(part.site, part.round, tuple(segments))
+        size = values_bytes(part.site, segments)
+        return CompletePush(site=part.site, round=part.round, facts=facts, size=size)
+
+    def drop(self, site: str, round_: int) -> None:
+        """Forget a complete push that no round takes."""
+        self.shard.pushes.pop((site, round_), None)
+
+    # -- rounds --------------------------------------------------------------------------------
+
+    def close(self, order: CloseOrder) -> ClosedPart:
+        """Close a round, and send every rank what it holds of the result."""
+        closed = self.shard.close(order)
+        for push in order.pushes:
+            if push.site in self._sites:  # parts that were sent again, but not all of them
+                self._sites[push.site].parts.pop(push.round, None)
+        for name, leaves_out in order.receivers.items():
+            site = self._sites.get(name)
+            result = closed.result.without(name) if leaves_out else closed.result
+            if site is not None and site.owed is not None and site.missed is not None:
+                site.missed.append(result)
+            elif site is not None and site.ready and site.owed is None:
+                self._send_result(name, site, result)
+        return closed
+
+    def _send_result(self, name: str, site: _Site, result: RoundResult) -> None:
+        for rank, held in site.held.items():
+            for part in result_parts(result, held & self.shard.served):
+                self._send(Peer(name, rank), part)
+
+    # -- joining sites -------------------------------------------------------------------------
+
+    def provide(self, provision: Provision) -> None:
+        """Send a site what it needs to join, now or when all of its ranks have said what they hold."""
+        site = self._sites.setdefault(provision.site, _Site())
+        site.owed, site.missed = provision, None
+        if provision.since is not None:
+            # Now: they may be forgotten when the last rank has come, and the site has been told that it gets them.
+            missed = self.shard.log.since(provision.since, self.shard.global_model.version)
+            site.missed = None if missed is None else list(missed)
+        self._pay(provision.site)
+
+    def _pay(self, name: str) -> None:
+        site = self._sites[name]
+        owed = site.owed
+        if owed is None or not site.ready or owed.epoch not in (None, site.epoch):
+            return
+        missed, site.owed, site.missed = site.missed, None, None
+        if missed is not None:
+            for result in missed:
+                self._send_result(name, site, result)
+            return
+        for rank, held in site.held.items():
+            parts = self.shard.model_parts(held, owed.codec)
+            if self.shard.global_model.takes_gradients:
+                # Its optimizer moves all vectors at once, so the parts must be of one version.
+                for part in list(parts):
+                    self._send(Peer(name, rank), part)
+            else:
+                self._downloads[Peer(name, rank)] = parts
+        self.feed()
+
+    def feed(self) -> bool:
+        """Go on with downloads as far as links take more; whether any is under way."""
+        for peer, parts in list(self._downloads.items()):
+            while (waiting := self._waiting_bytes(peer)) is not None and waiting < _AHEAD_BYTES:
+                part = next(parts, None)
+                if part is None:
+                    break
+                self._send(peer, part)
+            else:
+                if waiting is None:
+                    del self._downloads[peer]  # it asks again when it is back
+                continue
+            del self._downloads[peer]
+        return bool(self._downloads)
+
+    # -- checkpoint ----------------------------------------------------------------------------
+
+    def holdings(self) -> dict[str, tuple[int, dict[int, Intervals]]]:
+        """For each site whose ranks have all said what they hold: their epoch, and what each holds."""
+        return {name: (site.epoch, dict(site.held)) for name, site in self._sites.items() if site.ready}
+
+    def restore_holdings(self, saved: dict[str, tuple[int, dict[int, Intervals]]]) -> None:
+        """Take back what `holdings` returned."""
+        for name, (epoch, held) in saved.items():
+            self._sites[name] = _Site(epoch=epoch, ranks=len(held), held=dict(held))
+            self.shard.set_holdings(name, [held[rank] for rank in sorted(held)])
+
+    def forget_connections(self) -> None:
+        """After a restart: ranks connect anew and say again what they hold; nobody is sent anything before."""
+        for site in self._sites.values():
+            site.held = {}
+            site.owed = site.missed = None
+        self._downloads.clear()
+
+    @property
+    def incomplete(self) -> set[tuple[str, int]]:
+        """(site, round) of the pushes whose last part has not come."""
+        return {(name, round_) for name, site in self._sites.items() for round_ in site.parts}

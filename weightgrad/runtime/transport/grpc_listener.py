@@ -1,0 +1,51 @@
+"""A gRPC server that listens, with the settings of this transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import grpc
+
+from weightgrad.errors import LinkError
+from weightgrad.runtime.transport.channels import SERVICE, Options
+from weightgrad.runtime.transport.grpc_settings import MAX_STREAMS, Keepalive, common_options
+
+
+def make_server(
+    listen: str, credentials: grpc.ServerCredentials | None, keepalive: Keepalive, handlers: dict[str, Any]
+) -> tuple[Any, int]:
+    """Return a gRPC server that listens, and its port; for port 0 the system chooses one."""
+    options: Options = [
+        *common_options(keepalive),
+        # Two servers on one port would each receive some of the streams.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+    server = grpc.server(_DaemonThreads(), options=options)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    try:
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
+    except RuntimeError:
+        raise LinkError(f"cannot listen on {listen}; is another server there, or another machine's address?") from None
+    return server, int(port)
+
+
+class _DaemonThreads(futures.Executor):
+    """Runs each call in a daemon thread: calls last as long as streams, and must not keep the interpreter alive."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="grpc-call", daemon=True).start()
+        return future

@@ -1,0 +1,160 @@
+"""The user's module and optimizer as the replica that steps with shared gradients.
+
+A round result is a gradient. It is put into `.grad` of the parameters, and the user's own `optimizer.step()` steps with
+it; so any optimizer that the global server can build, too, works, and nothing of it is kept twice. Results beyond one
+for each step of the user (asynchronous strategies) are stepped with here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.layout import Layout
+from weightgrad.core.optimizers import put_rates, rates_of
+from weightgrad.kernels import fixed
+from weightgrad.runtime.module_weights import ModuleWeights
+from weightgrad.runtime.rank_step import write_gradient
+from weightgrad.runtime.replicas import ReplicaExchange
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.messages import RoundResult, Segment
+
+
+class UserReplica:
+    """The `GlobalReplica` of a rank of a deployment.
+
+    Args:
+        weights: the parameters of this rank.
+        gradients: their gradients.
+        optimizer: the user's optimizer.
+        layout: where the parameters lie in the index space.
+        exchange: brings results and weights that other ranks hold to this one.
+        step_now: takes an optimizer step now, without the hooks of this package.
+    """
+
+    def __init__(
+        self,
+        weights: ModuleWeights,
+        gradients: ModuleWeights,
+        optimizer: Optimizer,
+        layout: Layout,
+        exchange: ReplicaExchange,
+        step_now: Callable[[], None],
+    ) -> None:
+        self._weights, self._gradients, self._optimizer, self._layout = weights, gradients, optimizer, layout
+        self._exchange = exchange
+        self._step_now = step_now
+        self._waiting = False  # a gradient is in place that nobody has stepped with
+        self._rates: list[float] | None = None
+        self._incoming: dict[str, Tensor] = {}
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(self, result: RoundResult) -> None:
+        """Put the gradient of a result into place; the one before it is stepped with now."""
+        self.settle()
+        result = replace(result, segments=self._exchange.pass_on(result.segments))
+        if not GlobalModel.is_step(result):
+            return
+        for parameter in (one.parameter for one in self._gradients.parameters):
+            parameter.grad = torch.zeros_like(parameter)
+        self._gradients.begin()
+        for segment in result.segments:
+            own = segment.intervals & self._gradients.available
+            values = torch.zeros(own.numel)
+            segment.into(values, fixed.STORE, own)
+            write_gradient(self._gradients, own, values)
+        self._waiting = True
+        if result.rate is not None:
+            self._set_rate(result.rate)
+
+    def settle(self) -> None:
+        """Step with a gradient that is in place, if the user does not."""
+        if not self._waiting:
+            return
+        self._waiting = False
+        inside = self._gradients.redistributed  # a round is under way: the optimizer needs all of it back for its step
+        for one in (self._weights, self._gradients) if inside else ():
+            one.end(changed=True)
+        self._step_now()
+        self.stepped()
+        for one in (self._weights, self._gradients) if inside else ():
+            one.begin()
+
+    def before_step(self) -> bool:
+        """The user's own step follows; whether there is a gradient for it."""
+        waiting, self._waiting = self._waiting, False
+        return waiting
+
+    def stepped(self) -> None:
+        """A step is done: the learning rates are the user's again."""
+        if self._rates is not None:
+            put_rates(self._optimizer, self._rates)
+            self._rates = None
+
+    def _set_rate(self, rate: float) -> None:
+        self._rates = rates_of(self._optimizer)
+        first = self._rates[0]
+        put_rates(self._optimizer, [rate * (one / first if first else 1.0) for one in self._rates])
+
+    # -- GlobalReplica ---------------------------------------------------------------------------
+
+    def weights(self, intervals: Intervals) -> Tensor:
+        """Some weights."""
+        return self._weights.read(intervals, torch.empty(intervals.numel))
+
+    def load(self, name: str, segment: Segment) -> None:
+        """Store weights at once, and keep the optimizer's vectors until all of them are here."""
+        held = self._weights.held
+        if name == "weights":
+            values = torch.zeros((segment.intervals & held).numel)
+            segment.into(values, fixed.STORE, segment.intervals & held)
+            self._weights.write(segment.intervals & held, values)
+            return
+        if name not in self._incoming:
+            self._incoming[name] = torch.zeros(held.numel)
+        segment.into(self._incoming[name], fixed.STORE, held)
+
+    def end_load(self, scalars: Mapping[str, Tensor], version: int, step: int) -> None:
+        """Give the optimizer its state, and the other ranks what they have of it."""
+        del version, step
+        self._exchange.share()
+        incoming, self._incoming = self._incoming, {}
+        self._load_optimizer(incoming, scalars)
+
+    def _load_optimizer(self, vectors: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> None:
+        places = {slot.name: index for index, slot in enumerate(self._layout.slots)}
+        self._optimizer.state.clear()
+        for name in sorted(self._exchange.names(list(vectors))):
+            for one in self._weights.parameters:
+                self._optimizer.state[one.parameter][name] = torch.zeros_like(one.parameter)
+            own = ModuleWeights(
+                self._weights.parameters,
+                self._layout,
+                self._weights.held,
+                source=lambda parameter, name=name: self._optimizer.state[parameter][name],  # type: ignore[misc]
+            )
+            own.begin()
+            if name in vectors:
+                own.write(self._weights.held, vectors[name])
+            self._exchange.of(own).share()
+            own.end(changed=True)
+        for one in self._weights.parameters:
+            for key, value in scalars.items():
+                number, name = key.split(".", 1)
+                if int(number) == places[one.name]:
+                    state = self._optimizer.state[one.parameter]
+                    state[name.removesuffix("#")] = float(value) if name.endswith("#") else value.clone()
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing: module and optimizer are in the checkpoint of the rank."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing."""
+        del state
