@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from deployment import eager_encoding, memory, overhead, recovery, throughput
+from deployment import large, memory, overhead, recovery, server_work, throughput
 from result_table import ResultTable
 
 from weightgrad.machine import measured_on
@@ -29,9 +29,8 @@ MEASUREMENTS: dict[str, Measurement] = {
     "throughput": lambda quick, report: throughput.measure(throughput.QUICK if quick else throughput.Plan(), report),
     "memory": lambda quick, report: memory.measure(memory.QUICK if quick else memory.Plan(), report),
     "overhead": lambda quick, report: overhead.measure(overhead.QUICK if quick else overhead.Plan(), report),
-    "eager-encoding": lambda quick, report: eager_encoding.measure(
-        eager_encoding.QUICK if quick else eager_encoding.Plan(), report
-    ),
+    "server": lambda quick, report: server_work.measure(server_work.QUICK if quick else server_work.Plan(), report),
+    "large": lambda quick, report: large.measure(large.QUICK if quick else large.Plan(), report),
     "recovery": lambda quick, report: recovery.measure(recovery.QUICK if quick else recovery.Plan(), report),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from deployment.held_memory import held_bytes
@@ -21,6 +22,7 @@ from weightgrad.core.server_state import ServerState
 from weightgrad.kernels import derive
 from weightgrad.wire.messages import Push, Segment, nbytes
 
+_IN_MEMORY = 32_000_000  # values that fit into no cache
 _MOST_BYTES = 1_500_000_000  # of all sites' pushes together, which wait in memory
 
 
@@ -107,6 +109,12 @@ def _payloads(codec: Codec, case: Case, number: int) -> list[Segment] | None:
 
 def _push(site: str, number: int, seen: int, part: Segment) -> Push:
     return Push(site=site, round=number, after=number - 1, step=number, seen=seen, samples=16, segments=(part,))
+
+
+@cache
+def pass_seconds(numel: int) -> float:
+    """Seconds of one pass over so many float32 values in memory; a small model is not measured in the cache."""
+    return copy_seconds(_IN_MEMORY) / _IN_MEMORY * numel
 
 
 def copy_seconds(numel: int, repeats: int = 5) -> float:

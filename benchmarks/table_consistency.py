@@ -31,6 +31,7 @@ ROWS: dict[str, str] = {
     "backup(2)": "backup(2)",
     "async": "async_",
     "async, staleness-aware": "async_(staleness='inverse')",
+    "async, share by staleness": "async_(staleness='inverse_share')",
     "async, compensated 0.04": "async_(compensate=0.04)",
     "async, compensated 10": "async_(compensate=10.0)",
 }
@@ -145,7 +146,8 @@ def _accuracies(found: Found, plan: Plan) -> list[Claim]:
     for name, other, sign, what in (
         ("async", SYNC, -1, "async ends less accurate than sync"),
         ("backup(1)", SYNC, 0, "backup(1), whose late updates are not dropped, ends within a point of sync"),
-        ("async, staleness-aware", "async", 1, "weighting stale updates down makes async more accurate"),
+        ("async, staleness-aware", "async", 1, "the rate η/τ makes async more accurate"),
+        ("async, share by staleness", "async", 1, "the rate η/(n(1+τ)), which is ours, makes async more accurate"),
         ("async, compensated 0.04", "async", 1, "delay compensation makes async more accurate (0.04, as published)"),
         ("async, compensated 10", "async", 1, "delay compensation makes async more accurate (10)"),
     ):
@@ -167,7 +169,8 @@ MEASURED = [
     "the slowest is done: compare the seconds to accuracy, not those of whole runs. With backup the steps are the "
     "server's: a late site goes on where the others are, and what it has goes into the next round, while Chen et al. "
     "drop it. A constant learning rate: a schedule by steps would favour whoever is behind. Async: a push moves the "
-    "global model by its share, 1/n, of a step.",
+    "global model by its share, 1/n, of a step; staleness-aware: by 1/τ of a step, for a push that is τ ≥ 1 versions "
+    "old.",
 ]
 
 

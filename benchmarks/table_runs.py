@@ -1,23 +1,27 @@
-"""The simulated runs of a table: made where they are missing, read back, and compared.
+"""The simulated runs of a table: made where they are missing, kept as records, read back, and compared.
 
-    runs/tables/NAME/PART/ROW-HASH/seed-0
+    runs/tables/NAME/PART/ROW-HASH/seed-0                         # what the simulator writes
+    benchmarks/results/records/NAME/PART/ROW-HASH-seed-0.json     # what is kept of it, in the repository
 
-The hash is that of the recipe and of the strategy as it is now, so a directory belongs to exactly what made it. A
-finished run is not made again, and a run of an older strategy or plan is left alone.
+The hash is that of the recipe and of the strategy as it is now (`run_records.py`), so a file belongs to exactly what
+made it. A finished run is not made again, and a run of an older strategy or plan is left alone.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import validation_split
 from result_table import ResultTable, Row
 from rich.console import Console
+from run_records import RunKey, RunRecords
 from tables import Difference, Options, difference
 
 from weightgrad.errors import RunError, WeightGradError
@@ -28,38 +32,55 @@ from weightgrad.lab.report.progress import watching
 from weightgrad.lab.report.runs import Run
 from weightgrad.lab.run import simulation as train_run
 
+CHECKPOINT_SECONDS = 600.0  # of a run; what an interrupt loses at most
+
 Strategy = str | Mapping[str, Any]  # a name, or a mapping with a name and changes
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: the part and the row of the table that it belongs to, and the recipe with its seed."""
+    """One run: the part and the row of the table that it belongs to, and the recipe with its seed.
+
+    With `held_out` a tenth of the training data takes the place of the test data (`validation_split.py`).
+    """
 
     part: str
     row: str
     recipe: Recipe
+    held_out: bool = False
+
+    @functools.cached_property
+    def key(self) -> RunKey:
+        return RunKey.of(self.recipe, held_out=self.held_out)
+
+    @property
+    def label(self) -> str:
+        return f"{self.part}, {self.row} seed {self.key.seed}"
 
     def job(self, runs: Path) -> sweep.Job:
-        own = {**self.recipe.dump(), "seed": 0, "row": train_run.chosen_strategy(self.recipe).to_dict()}
-        mark = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
-        seed = self.recipe.seed
-        directory = runs / safe_name(self.part) / f"{safe_name(self.row)}-{mark}" / f"seed-{seed}"
-        return sweep.Job(Choice(f"{self.part}, {self.row}"), seed, self.recipe, directory)
+        """The run as a job of a sweep, below the directory of the table's runs."""
+        directory = runs / safe_name(self.part) / f"{safe_name(self.row)}-{self.key.mark}" / f"seed-{self.key.seed}"
+        recipe = self.recipe.with_settings([f"data.directory={_split(runs)}"]) if self.held_out else self.recipe
+        return sweep.Job(Choice(f"{self.part}, {self.row}"), self.key.seed, recipe, directory)
 
 
-def cells(part: str, recipe: Recipe, rows: Mapping[str, Strategy], seeds: int) -> list[Cell]:
-    """The runs of every row, seed by seed."""
+def _split(runs: Path) -> Path:
+    return runs.parent / "validation"
+
+
+def cells(part: str, recipe: Recipe, rows: Mapping[str, Strategy], seeds: int, *, held_out: bool = False) -> list[Cell]:
+    """The runs of every row, seed by seed; the first row is the reference of the others."""
     found = []
     for seed in range(seeds):
         for row, strategy in rows.items():
             chosen = recipe.with_settings([f"strategy={json.dumps(strategy)}", f"seed={seed}"])
-            found.append(Cell(part, row, chosen))
+            found.append(Cell(part, row, chosen, held_out))
     return found
 
 
 @dataclass
 class Found:
-    """Runs by part and row, seeds in order."""
+    """Runs by part and row, seeds in order; a part whose first row has no run yet is left out."""
 
     parts: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -68,53 +89,97 @@ class Found:
         return [run for part in self.parts.values() for runs in part.values() for run in runs]
 
     def facts(self) -> list[str]:
-        """When the runs were made and how long they took."""
+        """When and where the runs were made and how long they took."""
         walls = [run.wall for run in self.all() if run.wall]
         dates = sorted({str(wall["date"])[:10] for wall in walls})
         minutes = sum(float(wall["wall_seconds"]) for wall in walls) / 60
         span = " to ".join([dates[0], dates[-1]] if len(dates) > 1 else dates)
-        return (
-            [f"{len(walls)} runs, made {span}; their wall times, one core each, add up to {minutes:.1f} minutes."]
-            if walls
-            else []
-        )
+        where = "; ".join(sorted({str(wall["machine"]) for wall in walls if wall.get("machine")}))
+        said = f"{len(walls)} runs, made {span} on {where}; their wall times, one core each, add up to"
+        return [f"{said} {minutes:.1f} minutes."] if walls else []
 
 
-def finished(job: sweep.Job) -> bool:
-    """Whether its directory holds the whole run."""
-    try:
-        return Run.read(job.directory).finished
-    except RunError:
-        return False
+def finished_run(cell: Cell, options: Options) -> Run | None:
+    """The run from its record; from its directory, of which a record is then made; or None if it is missing."""
+    records = RunRecords(options.records / options.name)
+    with suppress(RunError):  # it is damaged, and is made again
+        found = records.read(cell.part, cell.row, cell.key)
+        if found is not None:
+            return found
+    with suppress(RunError):  # it has not been started, or has been interrupted
+        made = Run.read(cell.job(options.runs / options.name).directory)
+        if made.finished:  # a run that diverged is finished: it would diverge again
+            records.write(cell.part, cell.row, cell.key, made)
+            return records.read(cell.part, cell.row, cell.key)
+    return None
 
 
 def run(wanted: Sequence[Cell], options: Options) -> Found:
-    """Make the missing runs, several at a time, and read all of them."""
+    """Make the missing runs, several at a time, and read all of them; with `options.resume` off, only read."""
     console = Console(stderr=True, highlight=False)
-    jobs = [cell.job(options.runs / options.name) for cell in wanted]
-    todo = [job for job in jobs if not finished(job)]
-    if len(todo) < len(jobs):
-        console.print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished already.")
+    there = [finished_run(cell, options) for cell in wanted]
+    todo = [cell for cell, one in zip(wanted, there, strict=True) if one is None]
     failures: dict[str, str] = {}
-    if options.jobs:
-        with watching(console, runs=len(todo), part=0.5) as watcher:
-            failures = sweep.run(todo, processes=options.jobs, simulate=train_run.simulate, listener=watcher)
-    else:
-        failures = {job.label: error for job in todo if (error := _simulate(job))}
+    if options.resume:
+        if len(todo) < len(wanted):
+            console.print(f"{len(wanted) - len(todo)} of {len(wanted)} runs are finished already.")
+        failures = make(todo, options, console)
+        there = [finished_run(cell, options) if one is None else one for cell, one in zip(wanted, there, strict=True)]
     found = Found()
-    for cell, job in zip(wanted, jobs, strict=True):
-        if finished(job):  # a run that diverged is finished too: it would diverge again
-            part = found.parts.setdefault(cell.part, {})
-            part.setdefault(cell.row, []).append(Run.read(job.directory))
-        else:
-            found.failures.append(f"{job.label}: {failures.get(job.label, 'it is not finished')}")
+    references = {cell.part: cell.row for cell in reversed(wanted)}
+    started = {cell.part for cell, one in zip(wanted, there, strict=True) if one and cell.row == references[cell.part]}
+    for cell, one in zip(wanted, there, strict=True):
+        if one is not None and cell.part in started:
+            found.parts.setdefault(cell.part, {}).setdefault(cell.row, []).append(one)
+        elif one is None and options.resume:
+            found.failures.append(f"{cell.label}: {failures.get(cell.label, 'it is not finished')}")
     return found
+
+
+def make(todo: Sequence[Cell], options: Options, console: Console) -> dict[str, str]:
+    """Make runs, each kept as soon as it is finished; returns the errors of those that failed, by label."""
+    runs = options.runs / options.name
+    by_label = {cell.label: cell for cell in todo}
+    for name in {cell.recipe.data.name for cell in todo if cell.held_out}:
+        validation_split.write(name, _split(runs))
+    jobs = [cell.job(runs) for cell in todo]
+    if not options.jobs:
+        failures = {}
+        for job in jobs:
+            error = _simulate(job)
+            if error is None:
+                finished_run(by_label[job.label], options)
+            else:
+                failures[job.label] = error
+        return failures
+    with watching(console, runs=len(todo), part=0.1) as watcher:
+        listener = _Keeping(watcher, by_label, options)
+        simulate = functools.partial(train_run.simulate, checkpoint_seconds=CHECKPOINT_SECONDS)
+        return sweep.run(jobs, processes=options.jobs, simulate=simulate, listener=listener)
+
+
+class _Keeping:
+    """Listens to a sweep and makes the record of each run that ends."""
+
+    def __init__(self, watcher: sweep.ProgressListener, by_label: Mapping[str, Cell], options: Options) -> None:
+        self._watcher, self._by_label, self._options = watcher, by_label, options
+
+    def started(self, key: str) -> None:
+        self._watcher.started(key)
+
+    def progressed(self, key: str, progress: train_run.Progress) -> None:
+        self._watcher.progressed(key, progress)
+
+    def ended(self, key: str, error: str | None) -> None:
+        if error is None:
+            finished_run(self._by_label[key], self._options)
+        self._watcher.ended(key, error)
 
 
 def _simulate(job: sweep.Job) -> str | None:
     """Run in this process; returns the error, or None."""
     try:
-        train_run.simulate(job.recipe, job.directory)
+        train_run.simulate(job.recipe, job.directory, checkpoint_seconds=CHECKPOINT_SECONDS)
     except WeightGradError as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -2,7 +2,7 @@
 
     python benchmarks/table_weightgrad.py --quick
     python benchmarks/table_weightgrad.py                      # about 10 minutes on two cores
-    python benchmarks/table_weightgrad.py --steps 1500 --evaluate-on 10000 --seeds 3
+    python benchmarks/run_all.py --resume --only weightgrad    # 1,500 steps, three seeds; it can be stopped
 
 CifarNet with 4 and 8 workers and VGG-A with 8, in two sites over the paper's links (recipes/paper.yaml). VGG-A
 is far too slow for accuracy on a CPU: it is there for times, bytes and the first losses.
@@ -50,6 +50,8 @@ class Plan:
 
 
 QUICK = Plan(steps=4, vgg_steps=2, batch=16, vgg_batch=8, evaluate_on=100, vgg_evaluate_on=20)
+FULL = Plan(steps=1500, seeds=3, evaluate_on=10_000)
+PARTIAL = True
 
 
 def recipes(plan: Plan) -> dict[str, Recipe]:
@@ -234,4 +236,4 @@ def make(plan: Plan, options: Options) -> Document:
 
 
 if __name__ == "__main__":
-    main(Plan(), QUICK, __doc__ or "", make)
+    main(Plan(), QUICK, __doc__ or "", make, full=FULL)

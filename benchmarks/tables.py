@@ -1,7 +1,8 @@
 """What every table_*.py shares: the command line, claims that numbers decide, and dated Markdown and JSON files.
 
 The plan of a table is a frozen dataclass, and each of its integers is an option (`steps` is `--steps`). Results go to
-`benchmarks/results/YYYY-MM-DD-NAME.md`, but never those of `--quick`.
+`benchmarks/results/YYYY-MM-DD-NAME.md`, but never those of `--quick`. `run_all.py` says what a script has to declare so
+that its runs can be listed and made over several days.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Options:
         out: The directory of the document.
         runs: The directory of the runs, so that an interrupted table goes on.
         jobs: Runs at a time; 0 runs them one by one in this process.
+        resume: Whether missing runs are made; otherwise the table is made of those that there are.
     """
 
     name: str
@@ -56,9 +58,17 @@ class Options:
     out: Path
     runs: Path
     jobs: int = 1
+    resume: bool = True
+
+    @property
+    def records(self) -> Path:
+        """The directory of the records of finished runs, of all tables."""
+        return self.out / "records"
 
 
-def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tuple[P, Options]:
+def read(
+    plan: P, quick: P, about: str, argv: Sequence[str] | None = None, *, full: P | None = None
+) -> tuple[P, Options]:
     """Parse the command line.
 
     Args:
@@ -66,13 +76,17 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
         quick: The plan with `--quick`.
         about: The docstring of the script.
         argv: The arguments; None takes those of the process.
+        full: The plan with `--full`; None if the table has no longer one.
 
     Returns:
         The plan with the changes of the command line, and the options.
     """
     script = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a minute, to see that it works; nothing to conclude from")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a minute, to see that it works; nothing to conclude from")
+    if full is not None:
+        size.add_argument("--full", action="store_true", help="the plan of run_all.py, which takes hours or days")
     parser.add_argument("--out", type=Path, help="where the result goes [benchmarks/results; quick: runs/tables-quick]")
     parser.add_argument("--runs", type=Path, help="directory of what it is made of [runs/tables; quick: OUT/runs]")
     parser.add_argument(
@@ -97,8 +111,11 @@ def read(plan: P, quick: P, about: str, argv: Sequence[str] | None = None) -> tu
         runs=given.runs or (out / "runs" if given.quick else Path("runs/tables")),
         jobs=jobs,
     )
+    chosen = quick if given.quick else plan
+    if full is not None and given.full:
+        chosen = full
     try:
-        return dataclasses.replace(quick if given.quick else plan, **changes), options  # type: ignore[type-var]
+        return dataclasses.replace(chosen, **changes), options  # type: ignore[type-var]
     except RecipeError as error:  # the plan rejects this combination
         parser.error(str(error))
 
@@ -118,15 +135,19 @@ def number(default: int, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published or expected result, and what the numbers say about it. `holds` is None if they cannot decide."""
+    """A published or expected result, and what the numbers say about it.
+
+    `holds` is None if they cannot decide; `undecided` is then the verdict, such as an interval.
+    """
 
     what: str
     holds: bool | None
     found: str
+    undecided: str = "Cannot be told"
 
     def line(self) -> str:
         """The claim as an item of a list."""
-        word = {True: "Holds", False: "Does not hold", None: "Cannot be told"}[self.holds]
+        word = {True: "Holds", False: "Does not hold", None: self.undecided}[self.holds]
         return f"- **{word}**: {self.what} {self.found}"
 
 
@@ -137,6 +158,11 @@ class Difference:
     points: float
     twice: float
     seeds: int = 1
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Two standard errors to either side."""
+        return self.points - self.twice, self.points + self.twice
 
     def text(self) -> str:
         """The difference with its error and the number of seeds."""
@@ -174,6 +200,7 @@ class Document:
         measured: What is measured and what is modelled.
         charts: The charts by name.
         failures: Runs that failed.
+        missing: Runs that are still to be made.
         numbers: More numbers for the JSON file.
     """
 
@@ -184,6 +211,7 @@ class Document:
     measured: list[str]
     charts: dict[str, Chart] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def drawn(self) -> dict[str, Chart]:
@@ -196,6 +224,8 @@ class Document:
         if options.quick:
             lines += ["**A quick run, to see that it works: nothing can be concluded from its numbers.**", ""]
         lines += [f"- {text}" for text in self.rests_on]
+        if self.missing:
+            lines += ["", "## What is missing", *(f"- {text}" for text in self.missing)]
         lines += ["", "## What holds here and what does not", *(claim.line() for claim in self.claims), ""]
         for name in self.drawn():
             lines += [f"![{name}]({stem}-{name}.svg)", ""]
@@ -219,6 +249,7 @@ class Document:
             "tables": [table.to_dict() for table in self.tables],
             "measured": self.measured,
             "failures": self.failures,
+            "missing": self.missing,
             "charts": {name: chart.to_dict() for name, chart in self.charts.items()},
             **self.numbers,
         }
@@ -252,7 +283,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def main(plan: P, quick: P, about: str, make: Callable[[P, Options], Document]) -> None:
+def prepare_process() -> None:
+    """One thread, as every run has, and an orderly end at SIGTERM, so that started processes are ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    torch.set_num_threads(1)
+    kernels.set_threads(1)
+
+
+def main(plan: P, quick: P, about: str, make: Callable[[P, Options], Document], *, full: P | None = None) -> None:
     """Run a table script.
 
     Args:
@@ -260,15 +298,14 @@ def main(plan: P, quick: P, about: str, make: Callable[[P, Options], Document]) 
         quick: The plan with `--quick`.
         about: The docstring of the script.
         make: Makes the document.
+        full: The plan with `--full`, which `run_all.py` also takes; None if `plan` is that.
     """
-    chosen, options = read(plan, quick, about)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that started processes are ended
-    torch.set_num_threads(1)
-    kernels.set_threads(1)
+    chosen, options = read(plan, quick, about, full=full)
+    prepare_process()
     try:
         document = make(chosen, options)
     except KeyboardInterrupt:
-        print(f"Interrupted. What is finished is in {options.runs}; the same command goes on.", file=sys.stderr)
+        print(f"Interrupted. What is finished is in {options.records}; the same command goes on.", file=sys.stderr)
         sys.exit(130)
     publish(document, options)
     if document.failures:

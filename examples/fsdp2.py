@@ -1,6 +1,9 @@
 """FSDP2: every worker of a site keeps a shard of each parameter, and `fully_shard` gathers the shards for compute.
 
 torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --server 127.0.0.1:7443 --site east --insecure
+
+Each worker sends and receives only its own shard. The other site may be sharded over another number of workers, or in
+another way (hsdp.py, tensor_parallel.py, pipeline.py).
 """
 
 from __future__ import annotations
@@ -9,11 +12,9 @@ import argparse
 import zlib
 
 import torch
-import xxhash
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import weightgrad as wg
 from weightgrad.lab.data import datasets
@@ -27,23 +28,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--credentials", help="directory of certificates, made by `weightgrad certs init`")
     parser.add_argument("--insecure", action="store_true", help="no certificates; for a server on this machine")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=32, help="images per worker and step")
+    parser.add_argument("--batch", type=int, default=64, help="images per site and step")
     return parser.parse_args()
 
 
-def build() -> nn.Sequential:
-    """A network of three layers for digits."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-    )
+class Net(nn.Module):
+    """A wide layer between two narrow ones, for digits. The other examples of sharding train the same network."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(64, 256)
+        self.narrow = nn.Linear(256, 64)
+        self.norm = nn.LayerNorm(64)
+        self.last = nn.Linear(64, 10)
 
-def digest(model: nn.Module) -> str:
-    """The fingerprint of the parameters that the server logs after each round. Call it on all workers."""
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    flat = torch.cat([parameter.detach().flatten() for parameter in whole])
-    return xxhash.xxh3_64_hexdigest(flat.numpy().tobytes())
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores (n, 10) of images (n, 1, 8, 8)."""
+        x = images.flatten(1)
+        scores: Tensor = self.last(self.norm(x + self.narrow(torch.relu(self.widen(x)))))
+        return scores
 
 
 def main() -> None:
@@ -53,18 +56,20 @@ def main() -> None:
     with wg.join(args.server, site=args.site, credentials=args.credentials, insecure=args.insecure) as site:
         mesh = init_device_mesh("cpu", (site.group.size,))  # on GPUs "cuda"
 
-        model = build()
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
+        torch.manual_seed(0)
+        model = Net()
+        for layer in (model.widen, model.narrow):
+            fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        model, optimizer = site.prepare(model, optimizer, samples=args.batch * site.group.size)
+        model, optimizer = site.prepare(model, optimizer, samples=args.batch)
 
         data = datasets.load("digits")
         draw = torch.Generator().manual_seed(zlib.crc32(f"{args.site} {site.group.rank}".encode()))
         while site.steps < args.steps:
-            images, labels = data.train(torch.randint(data.train_count, (args.batch,), generator=draw))
+            images, labels = data.train(
+                torch.randint(data.train_count, (args.batch // site.group.size,), generator=draw)
+            )
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()  # FSDP2 leaves every worker its shard of the mean gradient
             optimizer.step()
@@ -72,7 +77,7 @@ def main() -> None:
             if site.group.first and site.steps % 10 == 0:
                 print(f"{args.site}: step {site.steps}, loss {loss.item():.3f}", flush=True)
 
-    word = digest(model)
+    word = site.digest()
     if site.group.first:
         print(f"global model {word}", flush=True)
 

@@ -1,6 +1,9 @@
 """Pipeline parallelism: the first worker of a site has the first layers, the second worker has the others.
 
 torchrun --standalone --nproc-per-node 2 examples/pipeline.py --server 127.0.0.1:7443 --site east --insecure
+
+Each worker sends and receives its own layers. They keep the names that they have in the whole network, so the other
+site may be sharded in another way (fsdp2.py, hsdp.py, tensor_parallel.py).
 """
 
 from __future__ import annotations
@@ -10,8 +13,6 @@ import sys
 import zlib
 
 import torch
-import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -31,20 +32,33 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stages() -> list[nn.Module]:
-    """The two stages of a network for digits."""
-    torch.manual_seed(0)
-    first = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU())
-    second = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
-    return [first, second]
+class First(nn.Module):
+    """The first layers of the network that the other examples of sharding train as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(64, 256)
+        self.narrow = nn.Linear(256, 64)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Features (n, 64) of images (n, 1, 8, 8)."""
+        x = images.flatten(1)
+        features: Tensor = self.norm(x + self.narrow(torch.relu(self.widen(x))))
+        return features
 
 
-def digest(stage: nn.Module) -> str:
-    """The fingerprint of all stages' parameters that the server logs after each round. Call it on all workers."""
-    own = torch.cat([parameter.detach().flatten() for parameter in stage.parameters()])
-    every: list[Tensor | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return xxhash.xxh3_64_hexdigest(torch.cat([part for part in every if part is not None]).numpy().tobytes())
+class Last(nn.Module):
+    """The last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores (n, 10) of features (n, 64)."""
+        scores: Tensor = self.last(features)
+        return scores
 
 
 def main() -> None:
@@ -52,12 +66,13 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
     with wg.join(args.server, site=args.site, credentials=args.credentials, insecure=args.insecure) as site:
-        rank, count = site.group.rank, site.group.size
-        if count != 2:
+        if (count := site.group.size) != 2:
             sys.exit("this network has two stages: torchrun --nproc-per-node 2")
 
-        module = stages()[rank]
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        torch.manual_seed(0)
+        stages: list[nn.Module] = [First(), Last()]  # both are made, so that the seed gives the whole network
+        module = stages[rank := site.group.rank]
+        optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
         module, optimizer = site.prepare(module, optimizer, samples=args.batch, stages=True)
         stage = PipelineStage(module, rank, count, torch.device("cpu"))
         schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.CrossEntropyLoss())
@@ -76,7 +91,7 @@ def main() -> None:
             if losses and site.steps % 10 == 0:
                 print(f"{args.site}: step {site.steps}, loss {torch.stack(losses).mean().item():.3f}", flush=True)
 
-    word = digest(module)
+    word = site.digest()
     if site.group.first:
         print(f"global model {word}", flush=True)
 

@@ -23,6 +23,7 @@ from weightgrad.local.allreduce import QuantizedAllreduce
 
 RING, DOUBLING = "fp32, ring", "fp32, recursive doubling"
 ALL_TO_ALL = "fp32, all-to-all"  # the way of the codecs without a codec: chunks all-to-all, a local mean, an all-gather
+COLUMNS = ", columns"  # behind a codec: a chunk is whole columns of the matrix, as Dryden et al. deal theirs
 DELAY = 2e-5  # seconds one way between two machines of a rack
 
 
@@ -30,11 +31,15 @@ def rank_cost(spec: str, numel: int, workers: int, repeats: int) -> Row:
     """Seconds that one rank works for an allreduce, and the encoded bytes of its vector and of its mean.
 
     The rank decodes its own chunks in place of those of the other ranks, which have the same distribution. `numel` is
-    rounded down to a multiple of the workers, so that all chunks have one size.
+    rounded down to a multiple of the workers (of a matrix, its columns are), so that all chunks have one size.
     """
+    shape = matrix_of(spec, numel)
+    if shape is not None:
+        shape = (shape[0], shape[1] - shape[1] % workers)
+        numel = shape[0] * shape[1]
     numel -= numel % workers
     vector = _matrix(numel)
-    rank = QuantizedAllreduce(workers, numel, codecs.parse(spec), derive(0, workers))
+    rank = QuantizedAllreduce(workers, numel, codec_of(spec), derive(0, workers), matrix=shape)
     best: Row = {}
     sizes: Row = {}
     for step in range(repeats + 1):  # the first also warms up caches and error feedback
@@ -77,7 +82,7 @@ def add_seconds(numel: int, repeats: int) -> float:
 
 def exchange(spec: str, numel: int, workers: int, steps: int) -> Row:
     """Run all ranks in one process: do they end with the same bits, and what are the errors of the means?"""
-    codec = codecs.parse(spec)
+    codec = codec_of(spec)
     ranks = [make_rank(spec, numel, workers, place) for place in range(workers)]
     total, exact = torch.zeros(numel), torch.zeros(numel)
     same, first, nbytes = True, math.nan, 0
@@ -105,7 +110,18 @@ def exchange(spec: str, numel: int, workers: int, steps: int) -> Row:
 
 def make_rank(spec: str, numel: int, workers: int, place: int) -> QuantizedAllreduce:
     """The allreduce of one rank, with its own random key."""
-    return QuantizedAllreduce(workers, numel, codecs.parse(spec), derive(1, place))
+    return QuantizedAllreduce(workers, numel, codec_of(spec), derive(1, place), matrix=matrix_of(spec, numel))
+
+
+def codec_of(method: str) -> codecs.Codec:
+    """The codec of a method, such as "onebit()" or "onebit(), columns"."""
+    return codecs.parse(method.removesuffix(COLUMNS))
+
+
+def matrix_of(method: str, numel: int) -> tuple[int, int] | None:
+    """Rows and columns of the square matrix that a method with columns exchanges; None for one without."""
+    side = math.isqrt(numel)
+    return (side, numel // side) if method.endswith(COLUMNS) else None
 
 
 def vector_of(numel: int, step: int, place: int) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightgrad.runtime.module_weights import flat_local
+
 
 def held_bytes(root: object, excluded: Iterable[Tensor] = (), *, least: int) -> dict[str, int]:
     """Bytes by name. Each piece of memory counts once, and the elements of a list count together.
@@ -39,6 +41,7 @@ def _reach(root: object) -> Iterator[tuple[str, int, int]]:
         if isinstance(one, memoryview):
             one = one.obj
         if isinstance(one, Tensor):
+            one = flat_local(one)
             yield name, _place(one), one.untyped_storage().nbytes()
         elif isinstance(one, (bytes, bytearray)):
             yield name, id(one), len(one)

@@ -1,105 +1,244 @@
-"""Memory of the global server and of a site's workers, beyond the model, and what that memory consists of."""
+"""Memory that training across sites adds: of a site, above its plain training loop, and of the global server.
+
+Two numbers: what is counted, the bytes of all tensors and buffers (`weightgrad/lab/bench/allocations.py`), and resident
+memory, which also has what the allocator keeps for later.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
+import os
+import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from deployment.server_process import Serve, popen, recipe_of, worker
+from deployment import memory_formula
+from deployment.server_process import Serve, memory, popen, recipe_of, worker
 from result_table import ResultTable, Row, parameters
 
+from weightgrad.lab.bench.allocations import Allocations, counted
+
 MODULE = "deployment.memory_process"
-PARTIES = {"server": "global server", "rank-0": "rank 0", "rank-1": "rank 1"}
+PHASES = ("join", "train", "leave")
+COLUMNS = [
+    ("strategy", "strategy", "{}"),
+    ("optimizer", "optimizer", "{}"),
+    ("parameters", "shown", "{}"),
+    ("ranks", "ranks", "{:d}"),
+    ("site: kept", "site_kept", "{:.2f}"),
+    ("peak", "site_peak", "{:.2f}"),
+    ("peak RSS", "site_rss", "{:.2f}"),
+    ("server: kept", "server_kept", "{:.2f}"),
+    ("peak", "server_peak", "{:.2f}"),
+    ("peak RSS", "server_rss", "{:.2f}"),
+    ("a push", "push", "{:.3f}"),
+]
+OTHERS = [
+    ("torchft, DiLoCo", "4 on the host and 4 on the GPU"),
+    ("Prime (OpenDiLoCo)", "12 on the host, none on the GPU"),
+]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured."""
 
-    numels: tuple[int, ...] = (1_000_000, 4_000_000, 16_000_000)
-    strategies: tuple[str, ...] = ("baseline", "weightgrad", "diloco")
-    steps: int = 25
+    numels: tuple[int, ...] = (16_000_000, 64_000_000, 256_000_000)
+    strategies: tuple[str, ...] = ("auto", "diloco", "weightgrad", "baseline")
+    ranks: tuple[int, ...] = (1,)
+    steps: int = 22
 
 
-QUICK = Plan(numels=(1_000_000,), strategies=("weightgrad",), steps=12)
+QUICK = Plan(numels=(1_000_000, 2_000_000), strategies=("auto",), steps=6)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        strategy: A preset.
+        numel: About how many parameters.
+        sites: How many sites.
+        ranks: Of each site.
+        sharded: Whether FSDP2 shards the model over the ranks; otherwise each has all of it.
+        optimizer: "sgd" (with momentum) or "adamw".
+        steps: Of each site.
+        state: Whether the server has a state directory.
+        pause: Seconds between steps, so that sites that do not wait are not ahead of the server.
+        join: Further arguments of `weightgrad.join`.
+    """
+
+    strategy: str
+    numel: int
+    sites: int = 1
+    ranks: int = 1
+    sharded: bool = False
+    optimizer: str = "sgd"
+    steps: int = 22
+    state: bool = True
+    pause: float = 0.05
+    join: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Party:
+    """The memory of one site, over all its ranks, or of the server, in bytes.
+
+    Attributes:
+        kept: What is counted at the end of a step; of a site the most at any, of the server the median.
+        peaks: The peak of what is counted in each phase.
+        rss: The peak of resident memory.
+    """
+
+    kept: int
+    peaks: dict[str, int]
+    rss: int
+
+    @property
+    def peak(self) -> int:
+        """The highest peak of all phases."""
+        return max(self.peaks.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was measured in one run.
+
+    Attributes:
+        parameters: Of the model.
+        sites: What each site has beyond its plain loop.
+        server: What the server has beyond what it had when it listened.
+        push: Bytes of a site's push, on average.
+        held: The tensors and buffers of rank 0 of the first site, by the paths to them.
+    """
+
+    parameters: int
+    sites: list[Party]
+    server: Party
+    push: float
+    held: dict[str, int]
+
+
+def run(case: Run) -> Memory:
+    """Start a server and its sites, let them train, and read what they measured."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        counting = counted(directory)
+        before = dict(os.environ)
+        os.environ.update(counting)  # of the processes that are started here
+        try:
+            found = _run(case, directory)
+        finally:
+            for key in counting:
+                os.environ.pop(key)
+            os.environ.update({key: before[key] for key in counting if key in before})
+    return found
+
+
+def _run(case: Run, directory: Path) -> Memory:
+    recipe = recipe_of(case.sites, {"name": case.strategy})
+    with Serve(directory, recipe, secure=False, state=case.state) as server:
+        idle = {"rss": memory(server.pid), "counted": Allocations(directory, server.pid).now}
+        for number in range(1, case.sites + 1):
+            settings: Row = {
+                "address": server.address,
+                "site": f"site-{number}",
+                "out": str(directory),
+                "join": case.join,
+            }
+            settings |= {"server_pid": server.pid, "leads": number == 1, "numel": case.numel, "steps": case.steps}
+            settings |= {"sharded": case.sharded, "optimizer": case.optimizer, "pause": case.pause}
+            server.processes.start(f"site-{number}", worker(MODULE, case.ranks, settings), popen)
+        for number in range(1, case.sites + 1):
+            server.wait(f"site-{number}")
+    every = [
+        [json.loads((directory / f"site-{number}-{rank}.json").read_text()) for rank in range(case.ranks)]
+        for number in range(1, case.sites + 1)
+    ]
+    first = every[0][0]
+    return Memory(
+        parameters=first["parameters"],
+        sites=[_site(ranks) for ranks in every],
+        server=_server(first, idle),
+        push=statistics.mean(sum(rank["push_bytes"] for rank in ranks) for ranks in every),
+        held=first["held"],
+    )
+
+
+def _site(ranks: list[Row]) -> Party:
+    def kept(rank: Row) -> int:
+        return int(max(one["counted"] for one in rank["kept"]) - rank["plain"]["counted"])
+
+    def peak(rank: Row, phase: str, what: str) -> int:
+        return int(rank["peaks"][phase][what] - rank["plain_peak"][what])
+
+    peaks = {phase: sum(peak(rank, phase, "counted") for rank in ranks) for phase in PHASES}
+    rss = max(sum(peak(rank, phase, "rss") for rank in ranks) for phase in PHASES)
+    return Party(sum(kept(rank) for rank in ranks), peaks, rss)
+
+
+def _server(first: Row, idle: Row) -> Party:
+    kept = statistics.median(one["counted"] for one in first["server_kept"]) - idle["counted"]
+    peaks = {phase: int(first["server_peaks"][phase]["counted"] - idle["counted"]) for phase in PHASES}
+    rss = max(int(first["server_peaks"][phase]["rss"] - idle["rss"]) for phase in PHASES)
+    return Party(int(kept), peaks, rss)
 
 
 def measure(plan: Plan, report: Callable[[str], None]) -> list[ResultTable]:
-    """Measure the peaks, and for the largest model what they consist of."""
-    peaks = ResultTable(
+    """Measure all sizes, say what the memory of the largest consists of, and what larger models would take."""
+    table = ResultTable(
         "memory",
-        "Memory beyond the model",
-        "One site of two ranks, SGD with momentum, mutual TLS, checkpoints on both sides. Of a site: the peak of its "
-        "resident memory after `prepare` less what it had before, with weights, gradients and momentum already there. "
-        "Of the server: the peak less what it had when it listened; one model of it is the global model itself. × is "  # noqa: RUF001
-        "in models: 4 bytes times the parameters.",
-        [("strategy", "strategy", "{}"), ("parameters", "shown", "{}"), ("model MB", "model_mb", "{:.0f}")]
-        + [
-            column
-            for key, heading in PARTIES.items()
-            for column in ((f"{heading} MB", f"{key}_mb", "{:.0f}"), ("×", f"{key}_models", "{:.1f}"))  # noqa: RUF001
-        ],
+        "Memory beyond the plain training loop, in bytes a parameter",
+        "One site and a global server, both with everything in float32, a state directory at the server. Of a site: "
+        "what it has beyond the same loop without WeightGrad, over all its ranks. Kept: tensors and buffers at the end "
+        "of a step, the most at any. Peak: the most at any time from `join` to `leave`, in the middle of a round too. "
+        "RSS: the peak of resident memory. Of the server: beyond what it had when it listened; the global model, 4 "
+        "bytes, is in it. Encoded pushes and results are in all of it.",
+        COLUMNS,
     )
     made = ResultTable(
         "memory-parts",
-        "What that memory consists of",
-        "Tensors and buffers that can be reached from the site or the server at the end, in models, each piece once, "
-        "without the user's own weights, gradients and momentum. The rest of the peak is what lives for a moment: "
-        "copies for a checkpoint, messages on their way, what codecs work on.",
-        [("strategy", "strategy", "{}"), ("who", "who", "{}"), ("what", "what", "{}"), ("×", "models", "{:.2f}")],  # noqa: RUF001
+        "What a site keeps, in bytes a parameter",
+        "Tensors and buffers that can be reached from the site after its last step, without the user's own, each once; "
+        "of the largest model.",
+        [("strategy", "strategy", "{}"), ("what", "what", "{}"), ("bytes a parameter", "bytes", "{:.2f}")],
     )
     for strategy in plan.strategies:
-        for numel in plan.numels:
-            report(f"memory: {strategy}, {parameters(numel)}")
-            found = _measure(plan, strategy, numel)
-            peaks.rows.append(_peaks(strategy, numel, found))
-            if numel == max(plan.numels):
-                made.rows += _made_of(strategy, numel, found)
-        peaks.notes += _slope(strategy, [row for row in peaks.rows if row["strategy"] == strategy])
-    return [peaks, made]
+        for ranks in plan.ranks:
+            for numel in plan.numels:
+                report(f"memory: {strategy}, {parameters(numel)}, {ranks} rank(s)")
+                optimizer = "adamw" if strategy == "baseline" else "sgd"
+                case = Run(strategy, numel, ranks=ranks, sharded=ranks > 1, optimizer=optimizer, steps=plan.steps)
+                found = run(case)
+                table.rows.append(row_of(case, found))
+                if numel == max(plan.numels) and ranks == plan.ranks[0]:
+                    made.rows += [
+                        {"strategy": strategy, "what": f"`{name}`", "bytes": size / found.parameters}
+                        for name, size in found.held.items()
+                    ]
+    table.notes += [f"Beside it, a parameter, of a site: {name}: {text}." for name, text in OTHERS]
+    return [table, made, *memory_formula.tables(table.rows)]
 
 
-def _measure(plan: Plan, strategy: str, numel: int) -> dict[str, Row]:
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        command = [sys.executable, "-m", MODULE, "serve"]
-        with Serve(directory, recipe_of(1, {"name": strategy}), secure=True, state=True, command=command) as server:
-            settings = {"address": server.address, "certificates": str(server.certificates), "out": name}
-            server.processes.start("site", worker(MODULE, 2, {**settings, "numel": numel, "steps": plan.steps}), popen)
-            server.wait("site")
-            server.wait("server")
-        return {key: json.loads((directory / f"{key}.json").read_text()) for key in PARTIES}
-
-
-def _peaks(strategy: str, numel: int, found: dict[str, Row]) -> Row:
-    row: Row = {"strategy": strategy, "shown": parameters(numel), "numel": numel, "model_mb": 4 * numel / 1e6}
-    for key, one in found.items():
-        row[f"{key}_mb"] = (one["peak"] - one["before"]) / 1e6
-        row[f"{key}_models"] = (one["peak"] - one["before"]) / (4 * numel)
-    return row
-
-
-def _slope(strategy: str, rows: list[Row]) -> list[str]:
-    """How memory grows with the model, by the line through the smallest and the largest model."""
-    small, large = rows[0], rows[-1]
-    if small["numel"] == large["numel"]:
-        return []
-    words = []
-    for key, heading in PARTIES.items():
-        times = (large[f"{key}_mb"] - small[f"{key}_mb"]) / (large["model_mb"] - small["model_mb"])
-        words.append(f"{heading} {times:.1f} models + {small[f'{key}_mb'] - times * small['model_mb']:.0f} MB")
-    return [f"{strategy}: {', '.join(words)} (the line through {small['shown']} and {large['shown']})."]
-
-
-def _made_of(strategy: str, numel: int, found: dict[str, Row]) -> list[Row]:
-    rows = []
-    for key, heading in PARTIES.items():
-        one = found[key]
-        rest = one["peak"] - one["before"] - sum(one["held"].values())
-        for what, size in [*((f"`{name}`", size) for name, size in one["held"].items()), ("the rest", rest)]:
-            rows.append({"strategy": strategy, "who": heading, "what": what, "models": size / (4 * numel)})
-    return rows
+def row_of(case: Run, found: Memory) -> Row:
+    """A row of the table."""
+    each, site = found.parameters, found.sites[0]
+    return {
+        "strategy": case.strategy,
+        "optimizer": case.optimizer,
+        "shown": parameters(round(each, -5)),
+        "numel": each,
+        "ranks": case.ranks,
+        "site_kept": site.kept / each,
+        "site_peak": site.peak / each,
+        "site_rss": site.rss / each,
+        "server_kept": found.server.kept / each,
+        "server_peak": found.server.peak / each,
+        "server_rss": found.server.rss / each,
+        "push": found.push / each,
+        "phases": {"site": site.peaks, "server": found.server.peaks},
+    }

@@ -1,99 +1,151 @@
-"""The processes whose memory is measured: a global server, and the workers of a site. Each writes a JSON file.
+"""A rank of a site whose memory is measured, beside that of the global server. It writes `SITE-RANK.json`.
 
-python -m deployment.memory_process serve RECIPE --listen ...        the options are those of `weightgrad serve`
-torchrun ... -m deployment.memory_process '{"address": ...}'
+    python -m deployment.memory_process '{"address": ...}'        alone or under torchrun
+
+It trains a plain loop first, and then the same loop as a rank of a site. Memory is what the second has more than the
+first: `kept` at the ends of steps, and the peak of each phase: join, train, leave.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from deployment.held_memory import held_bytes
 from deployment.server_process import forget_peak, memory, peak_memory
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import weightgrad as wg
-from weightgrad.core.guard import Guard
-from weightgrad.lab.recipes.recipe import Recipe
-from weightgrad.lab.run import deployment
-from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.server import GlobalServer, ServeOptions
-from weightgrad.runtime.transport.grpc_server import GrpcServer
+from weightgrad.errors import RunError
+from weightgrad.lab.bench.allocations import Allocations
+from weightgrad.runtime.module_weights import flat_local
+from weightgrad.wire.messages import Segment
 
-LAYERS, BATCH = 4, 8
-
-
-def serve() -> None:
-    """Serve until all sites have finished, then write `server.json`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("recipe", type=Path)
-    for name in ("--listen", "--metrics"):
-        parser.add_argument(name)
-    for name in ("--credentials", "--state"):
-        parser.add_argument(name, type=Path)
-    given = parser.parse_args(sys.argv[2:])
-    options = ServeOptions(state=given.state, until_finished=True, guard=Guard())
-    run_config = deployment.run_config(Recipe.load(given.recipe))
-    credentials = Credentials.load(given.credentials, server=True)
-    transport = GrpcServer(given.listen, credentials=credentials.for_server())
-    server = GlobalServer(run_config, options, transport, credentials)
-    forget_peak()
-    before = memory()
-    server.run()
-    assert server.core is not None
-    model_bytes = 4 * server.core.global_model.layout.numel
-    _write(given.recipe.parent / "server.json", before, held_bytes(server, least=model_bytes // 50))
+LAYERS, BATCH, PLAIN_STEPS = 16, 8, 3
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+}
 
 
-def site(settings: dict[str, str | int]) -> None:
-    """Train two plain steps, so that gradients and momentum exist, then prepared ones; write `rank-RANK.json`."""
-    torch.set_num_threads(1)
-    out = Path(str(settings["out"]))
-    own = wg.join(
-        str(settings["address"]),
-        site="site-1",
-        credentials=str(settings["certificates"]),
-        state=out / "site-state",
-        checkpoint_every=5,
-    )
-    width = math.isqrt(int(settings["numel"]) // LAYERS)
+class Gauge:
+    """Resident and counted memory of one process, and their peaks since the last phase began."""
+
+    def __init__(self, pid: int | None, directory: Path) -> None:
+        self._pid = pid if pid is not None else "self"
+        self._counted: Allocations | None = None
+        with suppress(RunError):
+            self._counted = Allocations(directory, pid)
+
+    def now(self) -> dict[str, int]:
+        """Bytes at this moment."""
+        return {"rss": memory(self._pid), "counted": self._counted.now if self._counted is not None else 0}
+
+    def next_phase(self) -> dict[str, int]:
+        """The peaks so far; they begin anew."""
+        found = {
+            "rss": peak_memory(self._pid),
+            "counted": self._counted.peak if self._counted is not None else 0,
+        }
+        forget_peak(self._pid)
+        if self._counted is not None:
+            self._counted.forget_peak()
+        return found
+
+
+def make_model(numel: int, ranks: int, *, sharded: bool) -> nn.Module:
+    """Linear layers with about so many weights; sharded over the ranks if that is wanted."""
+    width = math.isqrt(numel // LAYERS)
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+    if sharded:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def _user_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What the user's own loop has: weights and the optimizer's state."""
+    states = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    return [flat_local(tensor) for tensor in (*model.parameters(), *states)]
+
+
+def _record_pushes(site: wg.Site) -> list[int]:
+    """A list that gets the bytes of every push of this rank."""
+    assert site._training is not None
+    connection, found = site._training.connection, []
+    send = connection.send_push
+
+    def send_push(round_: int, segments: Iterable[Segment]) -> int:
+        found.append(send(round_, segments))
+        return found[-1]
+
+    connection.send_push = send_push  # type: ignore[method-assign]
+    return found
+
+
+def main() -> None:
+    """Train a plain loop and a joined one, and write what was measured."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    out = Path(settings["out"])
+    site = wg.join(settings["address"], site=settings["site"], insecure=True, **settings["join"])
+    model = make_model(settings["numel"], site.group.size, sharded=settings["sharded"])
+    optimizer = OPTIMIZERS[settings["optimizer"]](model.parameters())
+    width = math.isqrt(settings["numel"] // LAYERS)
     x = torch.randn(BATCH, width)
 
     def step() -> None:
-        optimizer.zero_grad()
         (model(x) ** 2).mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
+    own, server = Gauge(None, out), Gauge(settings["server_pid"], out)
+    leads = settings["leads"] and site.group.first
     step()
-    step()
-    forget_peak()
-    before = memory()  # with weights, gradients and momentum, as plain PyTorch has them
-    own.prepare(model, optimizer)
-    for _ in range(int(settings["steps"])):
+    own.next_phase()
+    for _ in range(PLAIN_STEPS):
         step()
-    user_tensors = [
-        *model.parameters(),
-        *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)),
-    ]
-    held = held_bytes(own, user_tensors, least=4 * LAYERS * width**2 // 50)
-    _write(out / f"rank-{own.group.rank}.json", before, held)
-    own.leave()
+    plain, plain_peak = own.now(), own.next_phase()
+    found: dict[str, Any] = {"plain": plain, "plain_peak": plain_peak, "kept": [], "server_kept": [], "peaks": {}}
+    found["server_before"] = server.now()
+    found["parameters"] = sum(p.numel() for p in model.parameters())
+    found["server_peaks"] = {}
+    if leads:
+        server.next_phase()
 
+    def end_phase(name: str) -> None:
+        found["peaks"][name] = own.next_phase()
+        if leads:
+            found["server_peaks"][name] = server.next_phase()
 
-def _write(path: Path, before: int, held: dict[str, int]) -> None:
-    path.write_text(json.dumps({"before": before, "peak": peak_memory(), "held": held}))
+    site.prepare(model, optimizer)
+    end_phase("join")
+    pushes = _record_pushes(site)
+    for _ in range(settings["steps"]):
+        step()
+        found["kept"].append(own.now())
+        if leads:
+            found["server_kept"].append(server.now())
+        time.sleep(settings["pause"])  # or strategies that do not wait would be ahead of the server
+    end_phase("train")
+    found["push_bytes"] = sum(pushes) / max(1, len(pushes))
+    found["held"] = held_bytes(site, _user_tensors(model, optimizer), least=found["parameters"] // 20)
+    site.leave()
+    end_phase("leave")
+    (out / f"{settings['site']}-{site.group.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
-    else:
-        site(json.loads(sys.argv[1]))
+    main()

@@ -17,94 +17,148 @@ from result_table import ResultTable, Row, parameters
 MODULE = "deployment.overhead_process"
 COLUMNS = [
     ("model", "model", "{}"),
-    ("batch", "batch", "{:d}"),
     ("parameters", "shown", "{}"),
+    ("optimizer", "optimizer", "{}"),
     ("strategy", "strategy", "{}"),
     ("plain ms", "plain_ms", "{:.1f}"),
-    ("prepared ms", "ours_ms", "{:.1f}"),
-    ("ratio", "ratio", "{:.3f}"),
+    ("between rounds", "between", "{:.3f}"),
+    ("95 %", "between_interval", "{}"),
+    ("with rounds", "with_rounds", "{:.3f}"),
+    ("of ten steps", "ratio", "{:.3f}"),
     ("95 %", "interval", "{}"),
-    ("typical step", "typical", "{:.3f}"),
+    ("push ms", "push_ms", "{:.1f}"),
+    ("result ms", "result_ms", "{:.1f}"),
     ("waiting ms", "waiting_ms", "{:.1f}"),
     ("steps", "steps", "{:d}"),
+    ("rounds", "rounds", "{:d}"),
 ]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its batch."""
+    """A model, its batch and its optimizer."""
 
     model: str
     batch: int
     options: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "sgd"
+
+
+MLP = Subject("mlp", 128, {"width": 1024})
+GPT = Subject("gpt", 4, {"width": 512, "layers": 8, "heads": 8}, "adamw")
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured."""
 
-    subjects: tuple[Subject, ...] = (Subject("cifarnet", 64), Subject("mlp", 128, {"width": 1024}))
-    strategies: tuple[str, ...] = ("baseline", "diloco", "weightgrad", "auto")
-    ranks: tuple[int, ...] = (1, 2)
-    seconds: float = 10.0
+    alone: tuple[Subject, ...] = (MLP, GPT)
+    ddp: tuple[Subject, ...] = (MLP,)
+    fsdp: tuple[Subject, ...] = (GPT,)
+    strategies: tuple[str, ...] = ("auto", "diloco", "weightgrad", "baseline")
+    gpt_strategies: tuple[str, ...] = ("auto",)  # its steps take seconds
+    seconds: float = 40.0
     blocks: int = 8  # at least
+    warm: int = 30  # steps
 
 
-QUICK = Plan((Subject("mlp", 32, {"width": 256}),), ("baseline", "weightgrad"), seconds=1.0, blocks=4)
+QUICK = Plan(
+    (Subject("mlp", 32, {"width": 256}),),
+    (),
+    (Subject("gpt", 2, {"width": 64, "layers": 2, "heads": 2}, "adamw"),),
+    ("auto",),
+    seconds=0.5,
+    blocks=2,
+    warm=10,
+)
 
 
 def measure(plan: Plan, report: Callable[[str], None]) -> list[ResultTable]:
-    """Measure one process against plain PyTorch, and two ranks against DDP, in a table each."""
-    return [_table(plan, ranks, report) for ranks in plan.ranks]
+    """Measure one process against plain PyTorch, and two ranks against DDP and FSDP2, in a table each."""
+    return [
+        _table(plan, name, reference, subjects, ranks, report)
+        for name, reference, subjects, ranks in (
+            ("alone", "plain PyTorch", plan.alone, 1),
+            ("ddp", "DDP over Gloo, 2 ranks", plan.ddp, 2),
+            ("fsdp2", "FSDP2 over Gloo, 2 ranks", plan.fsdp, 2),
+        )
+        if subjects
+    ]
 
 
-def _table(plan: Plan, ranks: int, report: Callable[[str], None]) -> ResultTable:
-    reference = "plain PyTorch" if ranks == 1 else f"DDP over Gloo, {ranks} ranks"
+def _table(
+    plan: Plan, name: str, reference: str, subjects: tuple[Subject, ...], ranks: int, report: Callable[[str], None]
+) -> ResultTable:
     table = ResultTable(
-        f"overhead-{ranks}",
+        f"overhead-{name}",
         f"Step time against {reference}",
-        "One site and a server on the same machine, without TLS, one thread a process; two copies of the model, a step "
-        "of one and a step of the other in turn. The ratio is that of ten steps of each, so a round every ten steps is "
-        "in it: the median over all tens, with a bootstrap interval of it. A typical step is the median ratio of "
-        "single steps. Waiting is what a prepared step spends, on average, on results of the server, which here has "
-        "the other cores of the machine, and a network that costs nothing.",
+        "One site and a server on the same machine, without TLS, one thread in each process; two copies of the model, "
+        "a step of one and a step of the other in turn. Between rounds: the median ratio of steps in which no round "
+        "starts or ends, with a bootstrap interval. With rounds: what all steps take, by the medians of steps without "
+        "a round, with a push and with a result, as often as they came. Of ten steps: the median ratio of ten steps "
+        "of each, with everything in it that disturbed them. Push and result: what a step with one takes more. "
+        "Waiting: what a prepared step spends, on average, on results of the server, which here has the other cores "
+        "of the machine, and a network that costs nothing.",
         COLUMNS,
     )
-    for subject in plan.subjects:
-        for strategy in plan.strategies:
-            report(f"overhead: {subject.model}, {strategy}, {ranks} rank(s)")
-            table.rows.append(_row(plan, subject, strategy, ranks))
+    for subject in subjects:
+        for strategy in plan.gpt_strategies if subject.model == "gpt" else plan.strategies:
+            report(f"overhead: {subject.model}, {strategy}, {reference}")
+            table.rows.append(_row(plan, subject, strategy, ranks, sharded=name == "fsdp2"))
     return table
 
 
-def _row(plan: Plan, subject: Subject, strategy: str, ranks: int) -> Row:
+def _row(plan: Plan, subject: Subject, strategy: str, ranks: int, *, sharded: bool) -> Row:
     with tempfile.TemporaryDirectory() as name:
         with Serve(Path(name), recipe_of(1, {"name": strategy}), secure=False) as server:
-            settings = {"address": server.address, "model": subject.model, "batch": subject.batch}
+            settings = {"address": server.address, "model": subject.model, "batch": subject.batch, "warm": plan.warm}
             settings |= {"options": subject.options, "seconds": plan.seconds, "blocks": plan.blocks}
-            server.processes.start("site", worker(MODULE, ranks, {**settings, "out": f"{name}/times.json"}), popen)
+            settings |= {"optimizer": subject.optimizer, "sharded": sharded, "out": f"{name}/times.json"}
+            server.processes.start("site", worker(MODULE, ranks, settings), popen)
             server.wait("site")
         found = json.loads(Path(name, "times.json").read_text())
-    times, block = found["times"], found["block"]
+    times, kinds, block = found["times"], found["kinds"], found["block"]
     sums = [[sum(side) for side in zip(*times[at : at + block], strict=True)] for at in range(0, len(times), block)]
     ratios = [ours / plain for plain, ours in sums]
     low, high = bootstrap(ratios)
-    return {
+    row: Row = {
         "model": subject.model,
         "batch": subject.batch,
+        "optimizer": subject.optimizer,
         "shown": parameters(round(found["parameters"], -4)),
         "parameters": found["parameters"],
         "strategy": strategy,
         "ranks": ranks,
-        "plain_ms": 1000 * statistics.median(plain for plain, _ in sums) / block,
-        "ours_ms": 1000 * statistics.median(ours for _, ours in sums) / block,
         "ratio": statistics.median(ratios),
         "interval": f"{low:.3f} to {high:.3f}",
-        "typical": statistics.median(ours / plain for plain, ours in times),
         "waiting_ms": 1000 * found["waited"] / len(times),
         "steps": len(times),
-        "ratios": ratios,
+        "rounds": sum(pushed for pushed, _ in kinds),
     }
+    return row | _by_kind(times, kinds)
+
+
+def _by_kind(times: list[tuple[float, float]], kinds: list[tuple[bool, bool]]) -> Row:
+    """Compare steps without a round, with a push, with a result, and with both."""
+    plain = statistics.median(one for one, _ in times)
+    groups: dict[tuple[bool, bool], list[float]] = {}
+    for (one, ours), (pushed, moved) in zip(times, kinds, strict=True):
+        groups.setdefault((pushed, moved), []).append(ours / one)
+    middles = {kind: statistics.median(ratios) for kind, ratios in groups.items()}
+    ordinary = groups.get((False, False), [])
+    base = middles.get((False, False), 1.0)
+    row: Row = {
+        "plain_ms": 1000 * plain,
+        "with_rounds": sum(middles[kind] * len(ratios) for kind, ratios in groups.items()) / len(times),
+        "push_ms": 1000 * plain * (middles[True, False] - base) if (True, False) in middles else None,
+        "result_ms": 1000 * plain * (middles[False, True] - base) if (False, True) in middles else None,
+        "between": statistics.median(ordinary) if ordinary else None,
+        "between_interval": None,
+    }
+    if ordinary:
+        low, high = bootstrap(ordinary)
+        row["between_interval"] = f"{low:.3f} to {high:.3f}"
+    return row
 
 
 def bootstrap(values: list[float], times: int = 4000) -> tuple[float, float]:

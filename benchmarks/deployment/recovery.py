@@ -69,7 +69,7 @@ def _cut(run: LiveRun) -> None:
 ALONE = (
     Event("kill -9 of the global server, started again at once", True, _again("server")),
     Event("kill -9 of a site of one process, started again at once", True, _again("east")),
-    Event("the four connections of a site cut", False, _cut),
+    Event("the connections of a site cut", False, _cut),
 )
 TORCHRUN = (
     Event("kill -9 of rank 1 of 2, torchrun starts both again", True, _rank(1)),

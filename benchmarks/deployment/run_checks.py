@@ -1,6 +1,7 @@
-"""What must be true of a run, whatever was killed: collected during the run, checked after it.
+"""What must be true of a run, whatever was killed: read from what it wrote.
 
-The server and the sites remove old round results and checkpoints, so these are collected during the run.
+The event log of the server says which pushes each round closed with, and the sites' say what they pushed. Global models
+of sites are in their checkpoints, which are removed, so these are collected during the run.
 """
 
 from __future__ import annotations
@@ -8,19 +9,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from weightgrad import event_log
-from weightgrad.errors import RunError, WeightGradError
+from weightgrad.core.global_model import digest_of
+from weightgrad.errors import WeightGradError
+from weightgrad.lab.chaos.verdict import DeploymentAudit, audit_deployment
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.simulation import simulate
-from weightgrad.runtime import checkpoint
-from weightgrad.wire.message_bytes import unpack
-from weightgrad.wire.messages import RoundResult
+from weightgrad.runtime.site_checkpoint import newest_global_model
+from weightgrad.wire.intervals import Intervals
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,11 @@ class Check:
 
 
 class Watcher:
-    """Collects, every half second, the pushes in each round result and the global models in the sites' checkpoints."""
+    """Collects, every half second, the global models in the sites' newest checkpoints."""
 
     def __init__(self, out: Path, sites: list[str]) -> None:
-        self._out, self._sites = out, sites
-        self.taken: dict[int, dict[str, int]] = {}  # by version, the push of each site in it
+        self._out, self.sites = out, sites
         self.global_models: dict[tuple[str, int], str] = {}  # digest by site and version
-        self._seen: dict[Path, int] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
 
@@ -56,23 +53,16 @@ class Watcher:
             self.look()
 
     def look(self) -> None:
-        """Collect the files that are new."""
-        for path in sorted((self._out / "state" / "server" / "results").glob("*.result")):
-            if self._is_new(path) and (result := _result(path)) is not None:
-                self.taken[result.version] = dict(result.included)
-        for site in self._sites:
-            for path in checkpoint.generations(self._out / "state" / site, "rank-0"):
-                if self._is_new(path) and (found := _checkpoint(path)) is not None:
-                    version, digest = int(found.facts["version"]), _digest(found, "state.global_model.weights")
-                    self.global_models[site, version] = digest
-
-    def _is_new(self, path: Path) -> bool:
-        try:
-            stamp = path.stat().st_mtime_ns
-        except OSError:
-            return False  # removed since it was listed
-        before, self._seen[path] = self._seen.get(path), stamp
-        return before != stamp
+        """Read the newest checkpoint of every site."""
+        for site in self.sites:
+            try:
+                found = newest_global_model(self._out / "state" / site)
+            except (OSError, ValueError, KeyError, WeightGradError):
+                continue  # it was removed while it was read
+            if found is not None:
+                version, vector = found
+                digest = f"{digest_of(vector, Intervals.whole(vector.numel())):016x}"
+                self.global_models[site, version] = digest
 
 
 def check_run(out: Path, watcher: Watcher) -> list[Check]:
@@ -82,23 +72,15 @@ def check_run(out: Path, watcher: Watcher) -> list[Check]:
         out: The directory of the run.
         watcher: What was collected during the run.
     """
-    server = checkpoint.newest(out / "state" / "server", "server")
-    if server is None:
-        return [Check("the server has a state", False, "nothing in its directory")]
-    version = int(server.tensors["clock"][0])
     rounds = [entry for entry in event_log.read(out / "events.jsonl") if entry["kind"] == "round"]
-    digests = {entry["version"]: entry["digest"] for entry in rounds}
-    own = _digest(server, "global_model.weights")
+    if not rounds:
+        return [Check("the server has closed rounds", False, "none in its event log")]
+    audit = audit_deployment(out, watcher.sites)
     return [
-        _versions([entry["version"] for entry in rounds], version),
-        Check(
-            "the server's global model is that of its event log",
-            digests.get(version) == own,
-            f"version {version}: {own}",
-        ),
-        _past_models(watcher, digests),
-        *_pushes(out, watcher, version),
-        _refused(out),
+        _versions([entry["version"] for entry in rounds], max(entry["version"] for entry in rounds)),
+        _past_models(watcher, {entry["version"]: entry["digest"] for entry in rounds}),
+        *_pushes(audit),
+        Check("no update was refused", not audit.refused, f"{audit.refused} refused"),
     ]
 
 
@@ -124,42 +106,26 @@ def _past_models(watcher: Watcher, digests: dict[int, str]) -> Check:
     return Check("sites have the server's global model at every version", good, words)
 
 
-def _pushes(out: Path, watcher: Watcher, last: int) -> list[Check]:
+def _pushes(audit: DeploymentAudit) -> list[Check]:
     """Each push is in the global model at most once, none is skipped, and all of them were sent."""
-    twice: list[str] = []
-    lost: list[str] = []
-    unsent: list[str] = []
-    sent = taken = 0
-    versions = [version for version in sorted(watcher.taken) if version <= last]
-    for site in sorted({name for version in versions for name in watcher.taken[version]}):
-        book = event_log.read(out / "state" / site / "events.jsonl")
-        pushed = {int(entry["round"]) for entry in book if entry["kind"] == "push"}
-        rounds = {version: watcher.taken[version][site] for version in versions if site in watcher.taken[version]}
-        twice += [f"{site} {number}" for number, count in Counter(rounds.values()).items() if count > 1]
-        missing = set(rounds.values()) - pushed
-        # The last push may have left just before its site was stopped.
-        unsent += [f"{site} {number}" for number in sorted(missing) if number < max(pushed, default=0)]
-        for before, after in pairwise(sorted(rounds)):
-            if after - before == 1:  # no round result between them is missing
-                missed = range(rounds[before] + 1, rounds[after])
-                lost += [f"{site} {number}" for number in missed if number in pushed]
-        sent, taken = sent + len(pushed), taken + len(rounds)
-    good = bool(versions) or None
-    seen = f"{taken} pushes in {len(versions)} of {last} round results, {sent} sent"
+    newest = {site: max(number for name, number in audit.pushed if name == site) for site, _ in audit.pushed}
+    applied = {site: max((number for name, number in audit.applied if name == site), default=0) for site in newest}
+    # What a site pushed last may have been on its way when everything was stopped.
+    lost = [f"{site} {number}" for site, number in audit.lost if number < applied[site]]
+    # The last push may have left just before its site was stopped.
+    unsent = sorted(set(audit.applied) - audit.pushed)
+    unsent_words = [f"{site} {number}" for site, number in unsent if number < newest.get(site, 0)]
+    twice = [f"{site} {number}" for site, number in audit.twice]
+    seen = f"{len(audit.applied)} pushes in {audit.rounds} rounds, {len(audit.pushed)} sent"
     return [
-        Check("no update is in the global model twice", good and not twice, f"{seen}; twice: {_few(twice) or 'none'}"),
-        Check("no update is lost", good and not lost, f"{seen}; lost: {_few(lost) or 'none'}"),
+        Check("no update is in the global model twice", not twice, f"{seen}; twice: {_few(twice) or 'none'}"),
+        Check("no update is lost", not lost, f"{seen}; lost: {_few(lost) or 'none'}"),
         Check(
             "nothing is in the global model that was not sent",
-            good and not unsent,
-            f"unsent: {_few(unsent) or 'none'}",
+            not unsent_words,
+            f"unsent: {_few(unsent_words) or 'none'}",
         ),
     ]
-
-
-def _refused(out: Path) -> Check:
-    found = [entry["why"] for entry in event_log.read(out / "events.jsonl") if entry["kind"] == "refused"]
-    return Check("no update was refused", not found, f"{len(found)} refused" + (f": {found[0]}" if found else ""))
 
 
 def like_simulator(recipe: Recipe, out: Path, reached: int, most: int) -> Check:
@@ -190,28 +156,6 @@ def like_simulator(recipe: Recipe, out: Path, reached: int, most: int) -> Check:
 
 def _rounds(path: Path) -> dict[int, dict[str, Any]]:
     return {entry["version"]: entry for entry in event_log.read(path) if entry["kind"] == "round"}
-
-
-def _result(path: Path) -> RoundResult | None:
-    try:
-        found = unpack(path.read_bytes())
-    except (OSError, WeightGradError):
-        return None
-    return found if isinstance(found, RoundResult) else None
-
-
-def _checkpoint(path: Path) -> checkpoint.Checkpoint | None:
-    name, number = path.stem.rsplit("-", 1)
-    try:
-        return checkpoint.exact(path.parent, name, int(number))
-    except (OSError, WeightGradError):
-        return None
-
-
-def _digest(found: checkpoint.Checkpoint, name: str) -> str:
-    if name not in found.tensors:
-        raise RunError(f"a checkpoint without {name}; it has {', '.join(found.tensors)}")
-    return xxhash.xxh3_64_hexdigest(found.tensors[name].numpy().tobytes())
 
 
 def _few(found: list[Any], most: int = 8) -> str:

@@ -82,7 +82,7 @@ class Serve:
     def check(self) -> None:
         """Raise RunError with the end of its log if a process has failed."""
         if (name := self.processes.failed()) is not None:
-            raise RunError(f"{name} failed:\n{self.processes.tail(name, 30)}")
+            raise RunError(f"{name} failed:\n{self.processes.tail(name, 60)}")
 
     def wait(self, name: str, seconds: float = 1800.0) -> None:
         """Wait until this process has ended without an error."""
@@ -90,7 +90,7 @@ class Serve:
         while self.processes.running[name].poll() is None:
             self.check()
             if time.monotonic() > until:
-                raise RunError(f"{name} has not ended after {seconds:g} s:\n{self.processes.tail(name, 30)}")
+                raise RunError(f"{name} has not ended after {seconds:g} s:\n{self.processes.tail(name, 60)}")
             time.sleep(0.05)
         self.check()
 
@@ -117,15 +117,21 @@ def peak_memory(pid: int | str = "self") -> int:
     return _status(pid, "VmHWM")
 
 
-def forget_peak() -> None:
-    """Reset the peak of this process to what it has now."""
-    Path("/proc/self/clear_refs").write_text("5")
+def forget_peak(pid: int | str = "self") -> None:
+    """Reset the peak of a process to what it has now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def cpu_seconds(pid: int) -> float:
     """The processor time that a process has used, all threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
+
+
+def file_bytes_written(pid: int | str = "self") -> int:
+    """The bytes that a process has written to files; what gRPC sends over sockets is not among them."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar:"))
 
 
 def _status(pid: int | str, name: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from deployment import clients
 from deployment.server_process import Serve, peak_memory, recipe_of
 from result_table import ResultTable, Row, parameters
+from server_cost import pass_seconds
 
 CODECS = ("qsgd(bits=4)", "ef(topk(0.01))")
 COLUMNS = [
@@ -25,6 +26,8 @@ COLUMNS = [
     ("GB/s decoded", "decoded_gb_s", "{:.3g}"),
     ("server CPU %", "cpu_percent", "{:.0f}"),
     ("CPU ms an update", "cpu_ms", "{:.3g}"),
+    ("passes", "passes", "{:.2f}"),
+    ("disk / pushes", "disk_ratio", "{:.2f}"),
     ("peak RSS MB", "peak_mb", "{:.0f}"),
     ("of it since it listened", "grown_mb", "{:.0f}"),
 ]
@@ -34,15 +37,16 @@ COLUMNS = [
 class Plan:
     """What is measured."""
 
-    sites: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    numels: tuple[int, ...] = (1_000_000, 10_000_000)
+    sites: tuple[int, ...] = (1, 2, 8, 32)
+    numels: tuple[int, ...] = (1_000_000, 10_000_000, 64_000_000)
     codecs: tuple[str, ...] = CODECS
     states: tuple[bool, ...] = (True,)
     seconds: float = 2.0
     warm: int = 3
+    most_bytes: int = 1_000_000_000  # of all sites' pushes together
 
 
-QUICK = Plan(sites=(1, 4), numels=(200_000,), states=(True,), seconds=0.5)
+QUICK = Plan(sites=(1, 3), numels=(200_000,), codecs=CODECS[:1], states=(True,), seconds=0.3)
 
 
 def measure(plan: Plan, report: Callable[[str], None]) -> list[ResultTable]:
@@ -56,14 +60,18 @@ def _table(plan: Plan, state: bool, report: Callable[[str], None]) -> ResultTabl
         "throughput-state" if state else "throughput",
         f"Throughput of a global server, {how.split(' (')[0]}",
         f"`weightgrad serve` {how}, in its own process with one thread for the kernels; sites on loopback, mutual TLS, "
-        "four connections each, synchronous rounds of updates that were encoded beforehand. The strategy is diloco "
-        "with every=1, mean, and the codec in both directions; the guard is on, so every update is decoded twice. "
-        "Sites share the machine's cores with the server. Encoded: what sites send; decoded: the float32 values of it.",
+        "four connections each for updates, synchronous rounds of updates that were encoded beforehand. The strategy "
+        "is diloco with every=1, mean, and the codec in both directions; the guard is on, so every update is decoded "
+        "twice. Sites share the machine's cores with the server. Encoded: what sites send; decoded: the float32 "
+        "values of it. A pass is `Tensor.copy_` of as many float32 values. Disk: what the server writes to files over "
+        "the bytes of the pushes.",
         COLUMNS,
     )
     for numel in plan.numels:
         for codec in plan.codecs:
             for sites in plan.sites:
+                if sites * numel > 2 * plan.most_bytes:  # at 4 bits
+                    continue
                 report(f"throughput: {codec}, {parameters(numel)}, {sites} sites, {'with' if state else 'no'} state")
                 table.rows.append(_row(plan, sites, numel, codec, state))
     table.notes += _growth(table.rows)
@@ -86,7 +94,7 @@ def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
             clients.Load(server.address, certs, group, names[0], numel, codec, plan.warm, plan.seconds)
             for group in groups
         ]
-        found = clients.start(loads, server.pid, multiprocessing.get_context("spawn"))
+        found = clients.start(loads, [server.pid], multiprocessing.get_context("spawn"))
         peak, rest = peak_memory(server.pid), server.rest_bytes
     updates, cpu = found.rounds * sites, found.cpu[1] - found.cpu[0]
     return {
@@ -105,6 +113,8 @@ def _row(plan: Plan, sites: int, numel: int, codec: str, state: bool) -> Row:
         "decoded_gb_s": updates * numel * 4 / found.seconds / 1e9,
         "cpu_percent": 100 * cpu / found.seconds,
         "cpu_ms": 1000 * cpu / updates,
+        "passes": cpu / updates / pass_seconds(numel),
+        "disk_ratio": (found.written[1] - found.written[0]) / (updates * found.push_bytes),
         "peak_mb": peak / 1e6,
         "grown_mb": (peak - rest) / 1e6,
     }

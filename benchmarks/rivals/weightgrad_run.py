@@ -1,20 +1,19 @@
 """Runs a strategy of WeightGrad: `weightgrad serve` on the host of the first site, `weightgrad train` on both hosts.
 
-The global model of the server is evaluated. The server writes it to disk in every round before it sends the result, as
-it always does; hard links keep the files, so this costs the run nothing. Times are those of the files: the last change
-of an event log is its last line, which relates the clock of the log to the clock of the machine.
+The global model of the server is evaluated; `serve_keeping.py` writes it to disk now and then. Times are those of the
+files: the last change of an event log is its last line, which relates the clock of the log to the clock of the machine.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rivals.emulated_run import bytes_sent, watch
+from rivals.emulated_run import BENCHMARKS, bytes_sent, watch
 from rivals.outcome import Snapshot, Trace
 from rivals.tasks import SITES
 from safetensors.torch import load_file
@@ -25,7 +24,6 @@ from weightgrad.lab.run import launch
 from weightgrad.lab.run.emulation import PORT
 from weightgrad.lab.run.launch import Processes
 from weightgrad.lab.run.task import Training
-from weightgrad.runtime import checkpoint
 
 
 def run(recipe: Recipe, out: Path, wan: Network, timeout: float) -> Trace:
@@ -35,61 +33,50 @@ def run(recipe: Recipe, out: Path, wan: Network, timeout: float) -> Trace:
     extra = ["--timeout", str(timeout), "--emulate-compute"]
     commands = launch.commands(recipe, out, f"{server}:{PORT}", lambda site: wan.reach(site, SITES[0], PORT), extra)
     processes = Processes(out / "logs")
-    kept = _KeptCheckpoints(out, 0.2 * recipe.training.evaluate_every * float(recipe.compute.seconds_per_step))
+    kept = out / "kept"
+    kept.mkdir(parents=True)
+    place = commands["server"].index("weightgrad")
+    keeping = ["rivals.serve_keeping", str(kept), str(recipe.training.evaluate_every)]
+    commands["server"][place : place + 1] = keeping
     until = time.monotonic() + timeout
     before = bytes_sent(wan)
     try:
         for name in ("server", SITES[0]):
-            processes.start(name, commands[name], wan.host(SITES[0]).popen)
+            processes.start(name, commands[name], _placed(wan.host(SITES[0]).popen))
         watch(processes, lambda: _joined(out), until)
         processes.start(SITES[1], commands[SITES[1]], wan.host(SITES[1]).popen)
-        watch(processes, lambda: kept.collect() or processes.all_done(), until)
+        watch(processes, processes.all_done, until)
         link_bytes = bytes_sent(wan) - before
     finally:
         processes.end()
     trace = _trace(recipe, out, kept, link_bytes)
-    kept.remove()
+    shutil.rmtree(kept)  # the files are large
     return trace
+
+
+def _placed(popen: Callable[..., Any]) -> Callable[..., Any]:
+    """A popen whose processes find the modules of the benchmarks."""
+
+    def start(command: list[str], env: dict[str, str], **keywords: Any) -> Any:
+        paths = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent), *filter(None, [env.get("PYTHONPATH")])])
+        return popen(command, env={**env, "PYTHONPATH": paths}, **keywords)
+
+    return start
 
 
 def _joined(out: Path) -> bool:
     return any(entry["kind"] == "site_joined" for entry in launch.read_events(out / "events.jsonl"))
 
 
-class _KeptCheckpoints:
-    """Hard links to the checkpoints of the server, which itself keeps two; at most one in so many seconds."""
-
-    def __init__(self, out: Path, seconds: float) -> None:
-        self._source, self._target, self._seconds = out / "state" / "server", out / "kept", seconds
-        self._last = 0.0
-        self._target.mkdir(parents=True)
-
-    def collect(self) -> bool:
-        """Keep what is new. Returns False, so that `watch` goes on."""
-        for path in checkpoint.generations(self._source, "server"):
-            with contextlib.suppress(FileNotFoundError):  # it has just been removed
-                if (written := path.stat().st_mtime) >= self._last + self._seconds:
-                    os.link(path, self._target / path.name)
-                    self._last = written
-        return False
-
-    def snapshots(self, began: float, every: int) -> list[Snapshot]:
-        """The first model after every so many steps, as often as for a rival, with its time since `began`."""
-        found: list[Snapshot] = []
-        for path in checkpoint.generations(self._target, "server"):
-            state = checkpoint.exact(self._target, "server", int(path.stem.rsplit("-", 1)[1]))
-            rounds = state.facts["rounds"]  # none if it was written because a site joined or left
-            step = rounds[-1]["step"] if rounds else 0
-            if step // every > (found[-1].step // every if found else 0):
-                found.append(Snapshot(step, path.stat().st_mtime - began, state.tensors["global_model.weights"]))
-        return found
-
-    def remove(self) -> None:
-        """Remove the files, which are large."""
-        shutil.rmtree(self._target)
+def _snapshots(directory: Path, began: float) -> list[Snapshot]:
+    """The global models that the server has kept, with their times since `began`."""
+    return [
+        Snapshot(int(path.stem), path.stat().st_mtime - began, load_file(str(path))["weights"])
+        for path in sorted(directory.glob("*.safetensors"))
+    ]
 
 
-def _trace(recipe: Recipe, out: Path, kept: _KeptCheckpoints, link_bytes: int) -> Trace:
+def _trace(recipe: Recipe, out: Path, kept: Path, link_bytes: int) -> Trace:
     clocks = [_Clock(recipe, out / "state" / name / "events.jsonl") for name in SITES]
     began = max(clock.began for clock in clocks)  # the first site was there first, and waited
     task = Training(recipe)
@@ -99,7 +86,7 @@ def _trace(recipe: Recipe, out: Path, kept: _KeptCheckpoints, link_bytes: int) -
     return Trace(
         ends=[max(both) - began for both in zip(*(clock.ends for clock in clocks), strict=True)],
         finished=max(clock.finished for clock in clocks) - began,
-        snapshots=kept.snapshots(began, recipe.training.evaluate_every),
+        snapshots=_snapshots(kept, began),
         final=final,
         link_bytes=link_bytes,
         late=max(clock.late for clock in clocks),
