@@ -620,6 +620,24 @@ def test_a_site_that_left_and_pushes_again_is_awaited_again() -> None:
     assert one.receive(push("a", 3, seen=2), 6.0).closed
 
 
+def test_a_site_that_left_and_joins_again_is_awaited_from_then_on() -> None:
+    one = server(sites="ab")
+    one.receive(Leave(site="a"), 0.0)
+    assert one.receive(push("b", 1), 1.0).closed
+    one.receive(Join(site="a", version=1), 2.0)
+    assert not one.receive(push("b", 2, seen=1), 3.0).closed, "a is in the run, though it has not pushed yet"
+    (closed,) = one.receive(push("a", 2, after=0, seen=1), 4.0).closed
+    assert closed.senders == ["a", "b"]
+
+
+def test_a_site_that_has_finished_and_loses_its_connection_is_not_awaited() -> None:
+    one = server(sites="ab")
+    one.receive(push("a", 1, final=True), 0.0)
+    one.receive(push("b", 1), 0.0)
+    one.receive(Join(site="a", version=0), 1.0)
+    assert one.receive(push("b", 2, seen=1), 2.0).closed
+
+
 def test_the_leave_of_a_stranger_is_nothing() -> None:
     assert not server().receive(Leave(site="nobody"), 0.0).messages
 

@@ -29,8 +29,10 @@ class Members:
     by_name: dict[str, Member] = field(default_factory=dict)
 
     def join(self, name: str) -> Member:
-        """A site joins, for the first time or again."""
+        """A site joins, for the first time or again. One that had left has come back to train: rounds wait for it."""
         member = self.by_name.setdefault(name, Member(name))
+        if not member.live:
+            member.done = False
         member.live, member.loading = True, False
         return member
 
