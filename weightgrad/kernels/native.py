@@ -106,6 +106,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_signs": (None, (_POINTER, _SIZE, _POINTER)),
     "wg_scan": (_SIZE, (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER)),
     "wg_scan_columns": (_SIZE, (_POINTER,) * 7),
+    "wg_kth_largest": (ctypes.c_int32, (_POINTER, _SIZE, _SIZE)),
     "wg_keep_largest": (None, (_POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_uint32, _POINTER, _POINTER)),
     "wg_scatter": (None, (_POINTER, _POINTER, _SIZE, _INT, _POINTER)),
     "wg_columns_of": (
