@@ -65,6 +65,7 @@ from weightgrad.wire.messages import JoinReply, Leave, Message, ModelPart, Push,
 log = logging.getLogger("weightgrad")
 
 _POLL_S = 0.2  # between two looks at the connection during a wait
+_SMALL_NUMEL = 1 << 22  # below it memory for pieces is kept between rounds: its page faults take longer than its use
 _WAIT_TOLD_S = 0.5  # between two words to ranks that wait: their connections may have to be made anew, too
 
 
@@ -496,7 +497,8 @@ class SiteTraining:
             if self._plan.shares_gradients:
                 self.rank_step.gradients.end(changed=True)
             self._redistributed = False
-            self.shard.scratch.clear()  # memory for pieces is not kept between rounds
+            if self.shard.held.numel > _SMALL_NUMEL:
+                self.shard.scratch.clear()
         if self._moved:
             self._average_buffers()
 
