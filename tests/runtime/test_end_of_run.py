@@ -58,12 +58,12 @@ def test_a_server_goes_on_while_a_global_model_is_under_way(monkeypatch: pytest.
     core = SimpleNamespace(members=Members({"west": Member("west", done=True)}))
     monkeypatch.setattr(server, "rounds", SimpleNamespace(coordinator=core))
     monkeypatch.setattr(transport, "sessions", lambda: {Peer("west", 0): SessionStatus("1", 4, left[0])})
-    server._finished_since = time.monotonic() - 1e6
-    assert server._should_continue()
+    server.end.finished_since = time.monotonic() - 1e6
+    assert server.end.should_continue()
     left[0] = 0
-    assert server._should_continue(), "and the last word of the site may take a minute"
-    server._finished_since = time.monotonic() - 1e6
-    assert not server._should_continue()
+    assert server.end.should_continue(), "and the last word of the site may take a minute"
+    server.end.finished_since = time.monotonic() - 1e6
+    assert not server.end.should_continue()
 
 
 def test_a_server_waits_for_a_site_that_died_before_it_had_its_last_result(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_server_waits_for_a_site_that_died_before_it_had_its_last_result(tmp_p
 
 
 def test_a_server_does_not_wait_for_ever_for_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightgrad.runtime.server._GOODBYE_S", 0.5)
+    monkeypatch.setattr("weightgrad.runtime.end_of_run._GOODBYE_S", 0.5)
     recipe = tiny("{name: diloco, every: 4}", workers=1, steps=8)
     with Hub(recipe, until_finished=True) as hub:
         take = hub.server.on_message

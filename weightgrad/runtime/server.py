@@ -10,41 +10,34 @@ With one process this is the plain `weightgrad serve`. Under torchrun this is pr
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from weightgrad.codecs import cost as codec_cost
-from weightgrad.core import pieces
 from weightgrad.core.guard import Guard
-from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.server_coordinator import ServerCoordinator
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, StrategyError, WeightGradError
 from weightgrad.event_log import EventLog
-from weightgrad.runtime.admission import Admission, RunConfig, ServedBy, strategy_difference
-from weightgrad.runtime.final_model import write_final_model
-from weightgrad.runtime.final_state import FinalStates
+from weightgrad.runtime.admission import Admission, RunConfig, ServedBy
+from weightgrad.runtime.end_of_run import EndOfRun
+from weightgrad.runtime.first_model import FirstModel
 from weightgrad.runtime.inbox import Inbox
 from weightgrad.runtime.metrics import ServerMetrics
+from weightgrad.runtime.run_identity import RunIdentity
 from weightgrad.runtime.security.credentials import Credentials, Revoked
+from weightgrad.runtime.serve_options import ServeOptions
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import (
-    Begin,
     Closed,
     Complete,
-    Finish,
     Initialized,
     Note,
     Ready,
     Resume,
-    Start,
     Started,
     parse,
     to_bytes,
 )
-from weightgrad.runtime.server_process import ServerProcess, facts_text
+from weightgrad.runtime.server_process import ServerProcess
 from weightgrad.runtime.server_rounds import ServerRounds
 from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.telemetry import Telemetry
@@ -54,10 +47,10 @@ from weightgrad.wire.message_header import is_control
 from weightgrad.wire.message_parts import without_values
 from weightgrad.wire.messages import FinalPart, Join, Leave, Message, Push, RoundResult
 
+__all__ = ["GlobalServer", "ServeOptions"]
+
 log = logging.getLogger("weightgrad.serve")
 
-_GOODBYE_S = 60.0  # to wait for sites that have finished and have not left
-_DISCONNECT_S = 5.0  # to wait for sites that have left and are still connected
 _POLL_S = 0.2
 _FEED_S = 0.02  # between two looks at links that carry a download
 _SOCKETS_S = 2.0  # between two counts of the bytes on sockets
@@ -66,29 +59,6 @@ _CONTROL_LIMITS = MessageLimits(max_bytes=1 << 20)
 
 class _HungUp(bytes):
     """The Leave of a site that has closed its session and has not sent one."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """How a server runs, as opposed to what it trains.
-
-    Attributes:
-        state: directory of the state; None keeps nothing.
-        out: directory for the final global model; None writes none.
-        until_finished: whether the server ends when every site has finished.
-        guard: refuses updates that are too large; None refuses only what is not finite.
-        result_bytes: how many bytes of results are kept for sites that were away; None: as many as half a model has,
-            and 16 MB at least. A site that has missed more gets the whole global model.
-        advertise: the addresses at which sites reach the processes, HOST:PORT each; None: this server's host, and the
-            port of each process.
-    """
-
-    state: Path | None = None
-    out: Path | None = None
-    until_finished: bool = False
-    guard: Guard | None = None
-    result_bytes: int | None = None
-    advertise: tuple[str, ...] | None = None
 
 
 class GlobalServer:
@@ -138,23 +108,20 @@ class GlobalServer:
             self.metrics.checkpointed,
             options.result_bytes,
         )
-        self._final_states = FinalStates(options.out, run_config.sites)
         self.rounds: ServerRounds | None = None
         """The coordinator and what it does with inputs; None before there is a global model."""
-        self._gone: set[str] = set()  # the sites that went without a word, and had not finished
+        self.first_model = FirstModel(run_config, self.admission, self.process, self.group)
+        self.end = EndOfRun(run_config, options, transport, lambda: self.coordinator)
         self._inbox: Inbox[tuple[Peer | int, bytes | memoryview]] = Inbox()
         self._deferred: deque[tuple[Peer | int, bytes | memoryview]] = deque()  # until a round is closed
-        self._joins_before_model: dict[str, Join] = {}
-        self._first_parts: dict[int, Initialized] = {}
-        self._started: set[int] = set()
         self._workers: dict[int, Ready] = {}
         self.failed: BaseException | None = None
         self._stopping = self._ending = False
-        self._finished_since: float | None = None
+        self._identity = RunIdentity(run_config, self.group.size)
         self._late_round = 0  # the last round that was reported as late
         self._sockets_counted = 0.0
         self.admission.version = lambda: self.coordinator.version if self.coordinator is not None else None
-        self.admission.on_first = self._expect_first_model
+        self.admission.on_first = self.first_model.expect
         try:
             self._restore()
         except BaseException:
@@ -184,7 +151,7 @@ class GlobalServer:
             self._start_processes()
             self.transport.start(self)
             log.info("waiting for %s", ", ".join(self.run_config.sites))
-            while not self._stopping and self._should_continue():
+            while not self._stopping and self.end.should_continue():
                 self._process_next()
             if self.failed is not None:
                 raise self.failed
@@ -246,23 +213,6 @@ class GlobalServer:
         known = self.admission.servers
         spans = [one.spans for one in known] if len(known) == self.group.size else [[] for _ in addresses]
         self.admission.servers = [ServedBy(address, own) for address, own in zip(addresses, spans, strict=True)]
-
-    def _should_continue(self) -> bool:
-        """Whether the run is not over, or sites may still come back for its last results.
-
-        A site that crashed after its last push, or after this server crashed before it could send the last result,
-        must still find a server.
-        """
-        if self.coordinator is None or not (self._options.until_finished and self._finished()):
-            self._finished_since = None
-            return True
-        sending = any(one.streams and one.unacknowledged_bytes for one in self.transport.sessions().values())
-        if self._finished_since is None or sending:  # sending a whole global model may take minutes
-            self._finished_since = time.monotonic()
-        someone_stays = any(member.live for member in self.coordinator.members.by_name.values())
-        timeout = _GOODBYE_S if someone_stays else _DISCONNECT_S
-        waits = someone_stays or bool(self.transport.sessions())
-        return waits and time.monotonic() < self._finished_since + timeout
 
     def _process_ended(self, why: str) -> None:
         if not self._ending:
@@ -343,7 +293,7 @@ class GlobalServer:
             return  # it has left, or has come back
         if not member.done:
             self.telemetry.gone(peer.site, waited_for=not core.plan.adapts)
-            self._gone.add(peer.site)
+            self.end.gone.add(peer.site)
         if core.plan.adapts:
             self._handle_bytes(peer, bytes(data), now)
 
@@ -353,16 +303,15 @@ class GlobalServer:
         if named != site or not isinstance(message, Push | Join | Leave | FinalPart):
             raise ProtocolError(f"{site} sent a {type(message).__name__} in the name of {named!r}")
         if isinstance(message, Join):
-            self._gone.discard(site)
+            self.end.gone.discard(site)
         if isinstance(message, FinalPart) and self.admission.layout is not None and self.rounds is not None:
-            self._final_states.take(message, self.admission.layout.numel)
-            self._finished_since = None  # a site that sends its final state needs time for it
+            self.end.take(message, self.admission.layout.numel)
         elif isinstance(message, FinalPart):
             raise ProtocolError(f"{site} sent its final state before there was a global model")
         elif self.rounds is not None:
             self.rounds.receive(message, data, now, position)
         elif isinstance(message, Join):
-            self._joins_before_model[site] = message
+            self.first_model.join(message)
         else:
             raise ProtocolError(f"{site} sent a {type(message).__name__} before there was a global model")
 
@@ -374,7 +323,7 @@ class GlobalServer:
             assert self.rounds is not None
             self.rounds.note(note, now)
         elif isinstance(note, Started):
-            self._started.add(note.process)
+            self.first_model.started(note.process)
             self._begin_if_complete()
         else:
             assert isinstance(note, Initialized)
@@ -382,8 +331,8 @@ class GlobalServer:
 
     def _handle_own_note(self, note: Note, now: float) -> None:
         if isinstance(note, Initialized):
-            self._first_parts[note.process] = note
-            self._start_if_complete()
+            self.first_model.arrived(note)
+            self._begin_if_complete()
         elif isinstance(note, Complete):
             assert self.rounds is not None
             self.rounds.note(note, now)
@@ -396,50 +345,16 @@ class GlobalServer:
 
     # -- the first global model ---------------------------------------------------------------
 
-    def _expect_first_model(self) -> None:
-        """A site was admitted that will send the first weights."""
-        admission = self.admission
-        assert admission.layout is not None
-        assert admission.initializer is not None
-        strategy = self.run_config.fit(admission.layout.numel)
-        spec = None if admission.optimizer is None else OptimizerSpec.parse(admission.optimizer)
-        whole_tensors = strategy.whole_tensors or (spec is not None and spec.needs_whole_tensors)
-        served = pieces.divide(admission.layout, self.group.size, whole_tensors=whole_tensors)
-        admission.servers = [
-            ServedBy(one.address, list(own.spans)) for one, own in zip(admission.servers, served, strict=True)
-        ]
-        self._first_parts, self._started = {}, set()
-        layout = [(slot.name, list(slot.shape)) for slot in admission.layout.slots]
-        for process, own in enumerate(served):
-            begin = Begin(
-                layout=layout,
-                served=list(own.spans),
-                optimizer=admission.optimizer,
-                sender=admission.initializer,
-            )
-            if process:
-                self.group.send(process, to_bytes(begin))
-            else:
-                self.process.prepare(begin)
-
-    def _start_if_complete(self) -> None:
-        """When all processes have the weights of all ranks, they are the first global model."""
-        if len(self._first_parts) < self.group.size:
-            return
-        for process in range(1, self.group.size):
-            self.group.send(process, to_bytes(Start()))
-        self._begin_if_complete()
-
     def _begin_if_complete(self) -> None:
         """When all other processes have the first global model on their disks, this one begins to serve it."""
         admission = self.admission
-        if len(self._first_parts) < self.group.size or len(self._started) < self.group.size - 1:
+        if not self.first_model.complete:
             return
         assert admission.layout is not None
         self.process.start_serving()
         self.rounds = self._make_rounds(admission.layout.numel)
         coordinator = self.rounds.coordinator
-        coordinator.first_digest = sum(part.digest for part in self._first_parts.values()) % 2**64
+        coordinator.first_digest = self.first_model.digest
         admission.initialized = True
         for name in self.run_config.sites:
             coordinator.members.join(name)
@@ -447,8 +362,7 @@ class GlobalServer:
         for peer, data in self.process.take_early():
             self._handle_bytes(peer, data, self.now)
         log.info("%s sent the first global model: %s parameters", admission.initializer, f"{admission.layout.numel:,}")
-        joins, self._joins_before_model = self._joins_before_model, {}
-        for join in joins.values():
+        for join in self.first_model.take_joins():
             self._handle_bytes(Peer(join.site, 0), pack(join), self.now)
 
     def _make_rounds(self, numel: int) -> ServerRounds:
@@ -475,7 +389,7 @@ class GlobalServer:
         assert self.coordinator is not None
         speed = self.coordinator.controller.codec_bytes_s if self.coordinator.controller is not None else None
         facts = {
-            **self._run_identity(self.admission.layout.numel if self.admission.layout is not None else 0),
+            **self._identity.facts(self.admission.layout.numel if self.admission.layout is not None else 0),
             "first_digest": self.coordinator.first_digest,
             "optimizer": self.admission.optimizer,
             "servers": [[one.address, [list(span) for span in one.spans]] for one in self.admission.servers],
@@ -493,7 +407,7 @@ class GlobalServer:
         own = self.process.restore(found)
         assert self.process.serving is not None
         self.admission.layout = self.process.serving.shard.layout
-        self._check_identity(found.facts)
+        self._identity.check(found.facts, self.admission.layout.numel, self._options.state)
         self.admission.optimizer = found.facts["optimizer"]
         self.admission.initialized = True
         self.admission.servers = [
@@ -546,27 +460,6 @@ class GlobalServer:
         except WeightGradError:
             pass  # it was refused then, too
 
-    def _run_identity(self, numel: int) -> dict[str, Any]:
-        strategy = self.run_config.fit(numel).to_dict()
-        return {
-            "strategy": strategy,
-            "seed": self.run_config.seed,
-            "sites": list(self.run_config.sites),
-            "processes": self.group.size,
-        }
-
-    def _check_identity(self, facts: dict[str, Any]) -> None:
-        assert self.admission.layout is not None
-        for name, value in self._run_identity(self.admission.layout.numel).items():
-            if facts_text(facts[name]) != facts_text(value):
-                what = f"{name} is {facts[name]}, here it is {value}"
-                if name == "strategy":
-                    what = f"strategy is another, {strategy_difference(value, facts[name]) or 'the overlap'}"
-                raise CheckpointError(
-                    f"{self._options.state} is of another run: its {what}; "
-                    "give --state another directory, or the recipe of that run"
-                )
-
     # -- what the transport calls, from its own threads -----------------------------------------
 
     def check_peer(self, entry: EntryRequest) -> None:
@@ -600,13 +493,6 @@ class GlobalServer:
 
     # -- status, and the end --------------------------------------------------------------------
 
-    def _finished(self) -> bool:
-        if self.coordinator is None:
-            return False
-        members = self.coordinator.members.by_name.values()
-        finished = [member for member in members if member.done and member.name not in self._gone]
-        return all(member.done or not member.live for member in members) and bool(finished)
-
     def status(self) -> dict[str, object]:
         """What /healthz shows."""
         core = self.coordinator
@@ -619,22 +505,6 @@ class GlobalServer:
         }
 
     def _write_end(self) -> None:
-        writes = self.coordinator is not None and self._options.out is not None
         self._ending = True
-        if self.group.size > 1 and self.failed is not None:
-            writes = False  # a tensor may be in several processes, and some have ended
-        for process in range(1, self.group.size) if self.failed is None else ():
-            self.group.send(process, to_bytes(Finish(write_model=writes)))
-        if writes and self._options.out is not None and self.process.serving is not None:
-            try:
-                shard = self.process.serving.shard
-                quantized = self.run_config.fit(shard.layout.numel).evaluate == "quantized"
-                state = self._final_states.collect(shard.layout, shard.global_model.version, wanted=quantized)
-                write_final_model(self._options.out, shard, self.group, state)
-            except CheckpointError as error:
-                if self.failed is None:
-                    raise
-                log.error("%s", error)  # the first failure is the one that is raised
-        if self.failed is None:
-            self.group.close()
-        self.telemetry.write("end", status="finished" if self._finished() else "interrupted")
+        self.end.write(self.process, self.group, self.failed)
+        self.telemetry.write("end", status="finished" if self.end.finished else "interrupted")

@@ -1,0 +1,108 @@
+"""When a server with `--until-finished` may end, and what it writes then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from weightgrad.core.server_coordinator import ServerCoordinator
+from weightgrad.errors import CheckpointError
+from weightgrad.runtime.admission import RunConfig
+from weightgrad.runtime.final_model import write_final_model
+from weightgrad.runtime.final_state import FinalStates
+from weightgrad.runtime.serve_options import ServeOptions
+from weightgrad.runtime.server_group import ServerGroup
+from weightgrad.runtime.server_orders import Finish, to_bytes
+from weightgrad.runtime.server_process import ServerProcess
+from weightgrad.runtime.transport.transport import ServerTransport
+from weightgrad.wire.messages import FinalPart
+
+log = logging.getLogger("weightgrad.serve")
+
+_GOODBYE_S = 60.0  # to wait for sites that have finished and have not left
+_DISCONNECT_S = 5.0  # to wait for sites that have left and are still connected
+
+
+class EndOfRun:
+    """The end of a run.
+
+    Args:
+        run_config: what is trained.
+        options: whether and what to write, and whether to end at all.
+        transport: the connections to the sites.
+        coordinator: returns the coordinator; None before there is a global model.
+    """
+
+    def __init__(
+        self,
+        run_config: RunConfig,
+        options: ServeOptions,
+        transport: ServerTransport,
+        coordinator: Callable[[], ServerCoordinator | None],
+    ) -> None:
+        self._run_config, self._options, self._transport = run_config, options, transport
+        self._coordinator = coordinator
+        self._final_states = FinalStates(options.out, run_config.sites)
+        self.gone: set[str] = set()
+        """The sites that went without a word, and had not finished."""
+        self.finished_since: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every site has finished, or is lost, and at least one has finished."""
+        core = self._coordinator()
+        if core is None:
+            return False
+        members = core.members.by_name.values()
+        finished = [member for member in members if member.done and member.name not in self.gone]
+        return all(member.done or not member.live for member in members) and bool(finished)
+
+    def should_continue(self) -> bool:
+        """Whether the run is not over, or sites may still come back for its last results.
+
+        A site that crashed after its last push, or after this server crashed before it could send the last result,
+        must still find a server.
+        """
+        core = self._coordinator()
+        if core is None or not (self._options.until_finished and self.finished):
+            self.finished_since = None
+            return True
+        sending = any(one.streams and one.unacknowledged_bytes for one in self._transport.sessions().values())
+        if self.finished_since is None or sending:  # sending a whole global model may take minutes
+            self.finished_since = time.monotonic()
+        someone_stays = any(member.live for member in core.members.by_name.values())
+        timeout = _GOODBYE_S if someone_stays else _DISCONNECT_S
+        waits = someone_stays or bool(self._transport.sessions())
+        return waits and time.monotonic() < self.finished_since + timeout
+
+    def take(self, part: FinalPart, numel: int) -> None:
+        """A site sends its final state, which needs time."""
+        self._final_states.take(part, numel)
+        self.finished_since = None
+
+    def write(self, process: ServerProcess, group: ServerGroup, failed: BaseException | None) -> None:
+        """Let all processes end, and write the final global model.
+
+        Args:
+            process: this process, which is process 0.
+            group: all processes.
+            failed: why the run has failed, if it has.
+        """
+        writes = self._coordinator() is not None and self._options.out is not None
+        if group.size > 1 and failed is not None:
+            writes = False  # a tensor may be in several processes, and some have ended
+        for other in range(1, group.size) if failed is None else ():
+            group.send(other, to_bytes(Finish(write_model=writes)))
+        if writes and self._options.out is not None and process.serving is not None:
+            try:
+                shard = process.serving.shard
+                quantized = self._run_config.fit(shard.layout.numel).evaluate == "quantized"
+                state = self._final_states.collect(shard.layout, shard.global_model.version, wanted=quantized)
+                write_final_model(self._options.out, shard, group, state)
+            except CheckpointError as error:
+                if failed is None:
+                    raise
+                log.error("%s", error)  # the first failure is the one that is raised
+        if failed is None:
+            group.close()
