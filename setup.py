@@ -1,4 +1,4 @@
-"""Builds the native kernels into the wheel; everything else is in pyproject.toml.
+"""Builds the native kernels and puts the recipes into the wheel; everything else is in pyproject.toml.
 
 Without a C compiler the wheel is pure Python: the kernels are then compiled on first use if there is a compiler, and
 otherwise the reference implementations in torch do the work. The kernels have a plain C ABI, so one wheel serves every
@@ -24,12 +24,19 @@ def load_build():
 
 
 class BuildWithKernels(build_py):
-    """build_py that also compiles csrc/; an editable install leaves that to the first import."""
+    """build_py that also compiles csrc/ and copies recipes/; an editable install finds both in the checkout."""
 
     def run(self):
         super().run()
         if self.editable_mode:
             return
+        recipes = sorted((HERE / "recipes").glob("*.yaml"))
+        if not recipes:
+            raise SystemExit(f"weightgrad: no recipes in {HERE / 'recipes'}; build from a whole checkout or sdist")
+        shipped = Path(self.build_lib) / "weightgrad" / "lab" / "recipes" / "shipped"
+        shipped.mkdir(parents=True, exist_ok=True)
+        for recipe in recipes:
+            self.copy_file(str(recipe), str(shipped / recipe.name))
         build = load_build()
         target = Path(self.build_lib) / "weightgrad" / "kernels" / build.library_name()
         try:

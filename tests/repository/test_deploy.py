@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 from weightgrad.cli import app
 from weightgrad.core import strategies
 from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.recipes.site_list import SiteList
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -472,7 +473,7 @@ def test_the_script_told_compiles() -> None:
 
 def test_the_tutorial_s_recipe_and_script_are_whole() -> None:
     (text,) = blocks("yaml", TUTORIAL)
-    names = {site.name for site in Recipe.parse(text, "run.yaml").site_list}
+    names = set(SiteList.parse(text, "run.yaml").sites)
     (script,) = blocks("python", TUTORIAL)
     ast.parse(script)
     assert set(re.findall(r"train\.py .*?--site (\w+)", TUTORIAL.read_text())) == names

@@ -106,6 +106,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "recipes", source / "recipes")
     shutil.copytree(ROOT / "weightgrad", source / "weightgrad", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "--wheel-dir", str(out), str(source)], capture_output=True, text=True, check=False)
@@ -123,4 +124,7 @@ def test_a_wheel_has_every_file_that_the_code_reads(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     ]
     assert sorted(set(files) - names) == []
+    recipes = {f"weightgrad/lab/recipes/shipped/{path.name}" for path in ROOT.glob("recipes/*.yaml")}
+    assert recipes
+    assert {name for name in names if name.endswith(".yaml")} == recipes, "each recipe once"
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]

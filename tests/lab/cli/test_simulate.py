@@ -66,9 +66,18 @@ def test_bare_names_are_looked_up_in_recipes() -> None:
     assert recipe_argument.find("laptop") == Path("laptop")
 
 
+def test_names_are_known_where_there_is_no_directory_recipes(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+    for name in ("chaos", "edge", "imagenet", "laptop", "paper", "world"):
+        assert recipe_argument.load(name, None).name == name
+
+
 def test_what_was_looked_for_is_said() -> None:
     with pytest.raises(
-        RecipeError, match=r"looked for desktop and recipes.desktop\.yaml in .*the recipes in recipes. are laptop"
+        RecipeError,
+        match=r"looked for desktop and recipes.desktop\.yaml in .*the recipes that have a name are chaos, .*",
     ):
         recipe_argument.find("desktop")
     with pytest.raises(RecipeError, match=r"looked for desktop\.yaml in "):

@@ -21,7 +21,7 @@ from weightgrad.lab.report.progress import watching_deployment
 
 
 def chaos(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one in recipes/, such as laptop.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes along, such as laptop.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random faults.")] = 0,
     events: Annotated[int, typer.Option(min=1, help="Number of faults.")] = 100,
     simulated: Annotated[

@@ -22,7 +22,7 @@ from weightgrad.machine import measured_on
 
 
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one in recipes/, such as laptop.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes along, such as laptop.")],
     strategies: Annotated[
         str, typer.Option(help="Strategies, separated by commas, e.g. baseline,weightgrad,diloco(every=50).")
     ],

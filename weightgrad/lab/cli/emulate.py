@@ -18,7 +18,7 @@ from weightgrad.lab.run.validation import check_prediction
 
 
 def emulate(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one in recipes/, such as laptop.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes along, such as laptop.")],
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- COMMAND...]", help="Run this command in every site instead of training."),

@@ -12,12 +12,17 @@ import typer
 
 from weightgrad.core.guard import Guard
 from weightgrad.core.optimizer_spec import allow_optimizer
-from weightgrad.errors import StrategyError
+from weightgrad.errors import RecipeError, StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.lab.cli import recipe_argument
+from weightgrad.lab.recipes import site_list
+from weightgrad.lab.recipes.document import Document
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.recipes.site_list import SiteList
+from weightgrad.lab.report.choices import parse_choices
 from weightgrad.lab.run import deployment
 from weightgrad.runtime import health
-from weightgrad.runtime.admission import Admission
+from weightgrad.runtime.admission import Admission, RunConfig
 from weightgrad.runtime.security.credentials import Credentials, Revoked
 from weightgrad.runtime.security.tls_check import is_loopback
 from weightgrad.runtime.server import GlobalServer, ServeOptions
@@ -28,8 +33,15 @@ from weightgrad.runtime.transport.grpc_server import GrpcServer
 
 def serve(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe file, or the name of one in recipes/: its sites and strategy.")
-    ],
+        str | None, typer.Argument(help="A recipe file, or the name of one that comes along: its sites and strategy.")
+    ] = None,
+    sites: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="Without a recipe: the names of the sites that may join.")
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="Without a recipe: the strategy, e.g. auto or diloco(every=50).", show_default="auto"),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; may be repeated.")
     ] = None,
@@ -63,8 +75,8 @@ def serve(
         float, typer.Option(help="Refuse updates this many times larger than the last ones of the site; 0: never.")
     ] = 20.0,
 ) -> None:
-    """Run the global server for the sites of a recipe: aggregate their updates and send them the results."""
-    chosen = recipe_argument.load(recipe, settings)
+    """Run the global server for the sites of a recipe, or for --sites: aggregate their updates, send the results."""
+    config = _run_config(recipe, sites, strategy, settings)
     for path in optimizer or ():
         allow_optimizer(path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
@@ -88,7 +100,6 @@ def serve(
         _port_of(listen, group.number), credentials=found.for_server() if found is not None else None
     )
     logging.info("listening on port %d", transport.port)
-    config = deployment.run_config(chosen)
     server: GlobalServer | ServerWorker
     page: health.HealthServer | None = None
     if group.number:
@@ -117,6 +128,36 @@ def serve(
             page.stop()
         if events is not None:
             events.close()
+
+
+def _run_config(recipe: str | None, sites: str | None, strategy: str | None, settings: list[str] | None) -> RunConfig:
+    """What the server announces, from a recipe or from the options that replace one."""
+    if recipe is None and sites is None:
+        raise RecipeError(
+            "serve needs the sites that may join: --sites virginia,tokyo (and perhaps --strategy diloco), or a RECIPE"
+        )
+    if recipe is not None:
+        given = [name for name, value in (("--sites", sites), ("--strategy", strategy)) if value is not None]
+        if given:
+            raise RecipeError(
+                f"found the recipe {recipe!r} and {' and '.join(given)}; a recipe has its own sites and strategy: "
+                "give one of the two, or change the recipe with --set strategy=NAME"
+            )
+        found = site_list.load_served(recipe_argument.find(recipe))
+        found = found.with_settings(settings) if settings else found
+        if isinstance(found, Recipe):
+            return deployment.run_config(found)
+        return deployment.listed_config(found)
+    if settings:
+        raise RecipeError("--set changes a recipe, and there is none; write --strategy 'diloco(every=50)' instead")
+    assert sites is not None
+    chosen = parse_choices("auto" if strategy is None else strategy)
+    if len(chosen) != 1:
+        raise RecipeError(f"--strategy: found {len(chosen)} strategies in {strategy!r}; a run has one")
+    name = "--sites" if strategy is None else "--sites and --strategy"
+    listed = {"name": "served", "sites": [name.strip() for name in sites.split(",")]}
+    value = Document(name, listed).with_setting(chosen[0].setting).value
+    return deployment.listed_config(SiteList.of_document(Document(name, value)))
 
 
 def _port_of(listen: str, process: int) -> str:

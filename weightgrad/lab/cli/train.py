@@ -13,7 +13,7 @@ from weightgrad.lab.run import deployment
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one in recipes/.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes along.")],
     site: Annotated[str, typer.Option(help="Name of this site in the recipe.")],
     server: Annotated[str, typer.Option(help="HOST:PORT of the global server.")] = "127.0.0.1:7443",
     settings: Annotated[

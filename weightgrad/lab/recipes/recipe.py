@@ -9,16 +9,12 @@ that also names the line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from pydantic import Field, model_validator
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
-
-from weightgrad.errors import RecipeError
 from weightgrad.lab.recipes import expansion
 from weightgrad.lab.recipes.checks import check
-from weightgrad.lab.recipes.document import Document, Loc, Mistake, MistakesError, show_value, to_yaml
+from weightgrad.lab.recipes.document import MistakesError
+from weightgrad.lab.recipes.recipe_file import RecipeFile
 from weightgrad.lab.recipes.schema import (
     AnyFault,
     Compute,
@@ -32,11 +28,10 @@ from weightgrad.lab.recipes.schema import (
     StrategyChoice,
     Training,
 )
-from weightgrad.lab.recipes.validation_errors import Owners, repair, translate
-from weightgrad.lab.recipes.values import Integer, Section, Text
+from weightgrad.lab.recipes.values import Integer, Text
 
 
-class Recipe(Section):
+class Recipe(RecipeFile):
     """A recipe as it was written, in base units. `site_list`, `link_list`, `fault_list` have templates written out."""
 
     name: Text = Field(description="a text; without it, the file's name")
@@ -57,51 +52,6 @@ class Recipe(Section):
     faults: tuple[AnyFault, ...] = Field(
         default=(), description="a list of e.g. {at: 10 s, cut: [ohio, virginia], for: 5 s}"
     )
-
-    _document: Document | None = PrivateAttr(default=None)
-
-    @staticmethod
-    def load(path: Path | str) -> Recipe:
-        """Read a recipe from a file.
-
-        Raises:
-            RecipeError: The file cannot be read, or the recipe has mistakes.
-        """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise RecipeError(f"{path} is not a text in UTF-8; wanted a recipe in YAML") from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise RecipeError(f"cannot read the recipe {path}: {reason}") from None
-        return Recipe.parse(text, str(path))
-
-    @staticmethod
-    def parse(text: str, name: str = "recipe") -> Recipe:
-        """Read a recipe from text; `name` is its name in errors."""
-        return _validated(Document.parse(text, name))
-
-    def with_settings(self, settings: Iterable[str]) -> Recipe:
-        """This recipe with values replaced, as `--set` does: `training.steps=200`, `sites.0.workers=2`."""
-        document = self._source()
-        if "strategy" not in document.value:  # strategy.every=50 is about the default one
-            value = {**document.value, "strategy": self.strategy.name}
-            document = Document(document.name, value, document.places, document.mistakes)
-        for setting in settings:
-            document = document.with_setting(setting)
-        return _validated(document)
-
-    def dump(self) -> dict[str, Any]:
-        """Every value, defaults too, as JSON has them; quantities in bit/s and seconds. It is a recipe again."""
-        return self.model_dump(mode="json", by_alias=True)
-
-    def to_yaml(self) -> str:
-        """Every value, defaults too, as YAML with units. It is a recipe again, the same one."""
-        return to_yaml(self.model_dump(mode="json", by_alias=True, context="units"))
-
-    def error(self, loc: Loc, message: str) -> RecipeError:
-        """An error at a value, e.g. `recipe.error(("strategy", "codec"), "pi must be at least 1")`."""
-        return self._source().error([Mistake(tuple(loc), message)])
 
     @property
     def workers(self) -> int:
@@ -139,43 +89,8 @@ class Recipe(Section):
             raise MistakesError(mistakes)
         return self
 
-    def _source(self) -> Document:
-        return self._document or Document(f"recipe {self.name!r}", self.dump())
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self.dump() == other.dump()
 
     def __hash__(self) -> int:
         return hash(self.to_yaml())
-
-
-def _validated(document: Document) -> Recipe:
-    value = document.value
-    if not isinstance(value, dict):
-        keys = ", ".join(Recipe.model_fields)
-        found = Mistake((), f"found {show_value(value)}; wanted a mapping with the keys {keys}")
-        raise document.error(document.mistakes or [found])
-    value = {"name": Path(document.name).stem or "recipe", **value}
-    owners: Owners = {}
-    try:
-        recipe = Recipe.model_validate(value, context=owners)
-    except ValidationError as error:
-        # A mistake that the YAML reader has reported is not reported again.
-        known = {mistake.loc for mistake in document.mistakes}
-        found_here = [*translate(error, value, owners), *_further(error, value, owners)]
-        mistakes = [mistake for mistake in found_here if mistake.loc not in known]
-        raise document.error([*document.mistakes, *mistakes]) from None
-    if document.mistakes:
-        raise document.error(document.mistakes)
-    recipe._document = document
-    return recipe
-
-
-def _further(error: ValidationError, value: object, owners: Owners) -> list[Mistake]:
-    """Mistakes in how the sections fit together, found after the single mistakes are left out."""
-    try:
-        Recipe.model_validate(repair(error, value, owners), context={})
-    except ValidationError as further:
-        whole = [finding.get("ctx", {}).get("error") for finding in further.errors() if finding["loc"] == ()]
-        return [mistake for raised in whole if isinstance(raised, MistakesError) for mistake in raised.found]
-    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from functools import lru_cache
@@ -14,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from weightgrad.core import optimizers
 from weightgrad.errors import RecipeError
 from weightgrad.lab.recipes.recipe import Recipe
-from weightgrad.lab.run.simulation import compute_of, fitted_strategy, optimizer_options, rate_of
+from weightgrad.lab.recipes.site_list import SiteList
+from weightgrad.lab.run.simulation import chosen_strategy, compute_of, fitted_strategy, optimizer_options, rate_of
 from weightgrad.lab.run.task import Training
 from weightgrad.runtime.admission import RunConfig
 from weightgrad.runtime.session import Site, join
@@ -29,6 +31,17 @@ def run_config(recipe: Recipe) -> RunConfig:
         clip_norm=recipe.training.clip_norm,
         bit_s={end: link.bandwidth_bit_s for link in recipe.link_list for end in link.between},
     )
+
+
+def listed_config(sites: SiteList) -> RunConfig:
+    """The configuration that the server announces to sites of which it knows no more than their names.
+
+    A strategy that hides a round behind as many steps as it takes (`hide`) hides it behind the most that it may: what
+    the links are is not known.
+    """
+    chosen = chosen_strategy(sites)
+    strategy = dataclasses.replace(chosen, overlap=chosen.hide) if chosen.hide else chosen
+    return RunConfig(sites=sites.sites, fit=lambda numel: strategy, seed=sites.seed)
 
 
 def train(

@@ -23,6 +23,7 @@ from weightgrad.errors import StrategyError, WeightGradError
 from weightgrad.event_log import EventLog
 from weightgrad.lab.recipes.expansion import Site
 from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.recipes.recipe_file import RecipeFile
 from weightgrad.lab.recipes.schema import Decay
 from weightgrad.lab.run import checkpoint
 from weightgrad.lab.run.task import Training
@@ -38,7 +39,7 @@ from weightgrad.runtime.final_state import FinalState
 __all__ = ["Progress", "chosen_strategy", "fitted_strategy", "simulate", "simulation_plan"]
 
 
-def chosen_strategy(recipe: Recipe) -> Strategy:
+def chosen_strategy(recipe: RecipeFile) -> Strategy:
     """The recipe's strategy with its overrides.
 
     Raises:
