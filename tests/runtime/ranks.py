@@ -36,7 +36,7 @@ from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.replicas import Sharding
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.site_checkpoint import SiteCheckpoint
-from weightgrad.runtime.site_training import TrainedModel
+from weightgrad.runtime.trained_model import TrainedModel
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
 

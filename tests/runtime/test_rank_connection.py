@@ -495,6 +495,8 @@ def test_a_site_serves_its_metrics_and_joins_a_restarted_server_again(
     page, training = east.entry._metrics_page, east.site._training
     assert page is not None
     assert training is not None
+    assert training.leader is not None
+    leader = training.leader
 
     def get(path: str) -> str:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -505,16 +507,16 @@ def test_a_site_serves_its_metrics_and_joins_a_restarted_server_again(
     servers[0].stop()
     threads[0].join(60)
     threads[1].start()
-    until(lambda: servers[1].coordinator is not None, lambda: training._pump(0.1))
-    training._wait_until_unblocked()
+    until(lambda: servers[1].coordinator is not None, lambda: leader.pump(0.1))
+    leader.wait_until_unblocked()
     assert "east: connection to the global server lost; reconnecting" in caplog.text
     assert "east: the global server does not know this session" in caplog.text
-    training._pump(0.0)
+    leader.pump(0.0)
     assert 'weightgrad_connected{site="east"} 1.0' in get("/metrics")
     assert json.loads(get("/healthz"))["healthy"] is True
     servers[1].transport.drop(Peer("east", 0), "the run is over")
     with pytest.raises(RefusedError, match="the run is over"):
-        training._pump(60.0)
+        leader.pump(60.0)
     with pytest.raises(urllib.error.HTTPError, match="503"):
         get("/healthz")
     east.entry.hang_up()

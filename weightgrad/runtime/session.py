@@ -38,9 +38,10 @@ from weightgrad.runtime.progress_log import show_by_default
 from weightgrad.runtime.rank_step import averages_gradients
 from weightgrad.runtime.replicas import Sharding
 from weightgrad.runtime.site_checkpoint import newest_version
-from weightgrad.runtime.site_training import SiteTraining, TrainedModel
+from weightgrad.runtime.site_training import SiteTraining
 from weightgrad.runtime.state_dict_copies import copy_views
 from weightgrad.runtime.step_hooks import StepHooks
+from weightgrad.runtime.trained_model import TrainedModel
 from weightgrad.runtime.user_optimizer import unwrap_optimizer
 from weightgrad.wire.intervals import Intervals
 

@@ -36,7 +36,7 @@ from weightgrad.runtime.rank_step import RankStep
 from weightgrad.wire.intervals import Intervals
 
 if TYPE_CHECKING:
-    from weightgrad.runtime.site_training import TrainedModel
+    from weightgrad.runtime.trained_model import TrainedModel
 
 log = logging.getLogger("weightgrad")
 

@@ -1,0 +1,205 @@
+"""What every rank of a site does when rank 0 orders it, for the elements that it holds.
+
+Orders come in groups (`runtime/site_orders.py`): between `begin_round` and `end_round` weights may be in the form that
+rounds work on, and only then. Where weights have moved, the ranks that have the same ones are sent them at the end.
+"""
+
+from __future__ import annotations
+
+from weightgrad.core.global_model import digest_of
+from weightgrad.core.gradient_shard import GradientShard
+from weightgrad.core.random_streams import RunStream
+from weightgrad.core.site_coordinator import SiteStrategy
+from weightgrad.core.site_shard import PushOrder, SiteShard
+from weightgrad.core.update_shard import UpdateShard
+from weightgrad.errors import RefusedError
+from weightgrad.kernels.noise import derive
+from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.rank_connection import RankConnection
+from weightgrad.runtime.rank_step import RankStep
+from weightgrad.runtime.replicas import ReplicaExchange
+from weightgrad.runtime.site_orders import (
+    Abandon,
+    Apply,
+    Continue,
+    Keep,
+    Load,
+    Look,
+    Measure,
+    PushNothing,
+    Release,
+    SiteOrder,
+    Wait,
+    parse,
+)
+from weightgrad.runtime.trained_model import TrainedModel
+from weightgrad.runtime.user_replica import UserReplica
+from weightgrad.wire.messages import RoundResult
+
+_SMALL_NUMEL = 1 << 22  # below it memory for pieces is kept between rounds: its page faults take longer than its use
+
+
+class RankWork:
+    """One rank's part of the rounds of its site.
+
+    Args:
+        name: The name of the site.
+        plan: The site's parts of the strategy.
+        group: The ranks of the site.
+        connection: This rank's connections to the global server.
+        model: What is trained.
+        rank_step: What happens around the optimizer's steps.
+        reply: The server's reply to the admission request.
+
+    Attributes:
+        shard: What this rank holds.
+        share: Brings weights that this rank has written to the ranks that have the same.
+        replica: The user's module and optimizer, where gradients are shared.
+        steps: Optimizer steps done.
+        next_decision: The step after which the ranks listen to rank 0 again.
+        moved: Whether weights have moved since `begin_round`.
+        squares: The squared norms that were measured last, of all ranks.
+        all_there: Whether all ranks had what rank 0 asked for last.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: SiteStrategy,
+        group: SiteGroup,
+        connection: RankConnection,
+        model: TrainedModel,
+        rank_step: RankStep,
+        reply: AdmissionReply,
+    ) -> None:
+        self._name, self._plan, self._group, self._model = name, plan, group, model
+        self._connection, self._rank_step = connection, rank_step
+        self.steps = self.next_decision = 0
+        self.moved = self._redistributed = False
+        self.squares: tuple[float, float] = (0.0, 0.0)
+        self.all_there = True
+        self.share = ReplicaExchange(model.sharding, group, model.weights)
+        self.replica: UserReplica | None = None
+        self.shard = self._make_shard(derive(reply.seed, RunStream.SITE_STATE, reply.number))
+        self.shard.served = reply.served
+
+    def _make_shard(self, key: int) -> SiteShard:
+        model = self._model
+        if not self._plan.shares_gradients:
+            model.weights.begin()
+            shard = UpdateShard(self._name, model.layout, model.weights, self._plan.for_shard, key)
+            model.weights.end(changed=False)
+            return shard
+        self.replica = UserReplica(
+            model.weights,
+            self._rank_step.gradients,
+            model.optimizer,
+            model.layout,
+            self.share,
+            self._step_now,
+        )
+        return GradientShard(self._name, model.layout, model.weights, self._plan.for_shard, key, self.replica)
+
+    def _step_now(self) -> None:
+        """Take an optimizer step that the user has not asked for."""
+        self._rank_step.busy = True
+        try:
+            self._model.optimizer.step()
+        finally:
+            self._rank_step.busy = False
+
+    def follow(self) -> None:
+        """Do what rank 0 says, until it says to go on.
+
+        Raises:
+            RefusedError: Rank 0 could not go on.
+        """
+        self.begin_round()
+        self._connection.poll()
+        while True:
+            order = parse(self._group.bytes_from_first(b""))
+            if isinstance(order, Continue):
+                break
+            if isinstance(order, Abandon):
+                raise RefusedError(f"rank 0 of {self._name} could not go on: {order.why}")
+            self.do(order)
+        self.end_round()
+        self.steps, self.next_decision = order.step, order.next_decision
+
+    def begin_round(self) -> None:
+        """Orders follow."""
+        self.moved = self._redistributed = False
+
+    def _work(self) -> None:
+        """Before weights are read or written: bring them into the form that rounds work on."""
+        if not self._redistributed:
+            self._redistributed = True
+            self._rank_step.for_rounds()
+            self._model.weights.begin()
+            if self._plan.shares_gradients:
+                self._rank_step.gradients.begin()
+
+    def end_round(self) -> None:
+        """All orders are done; called on every rank."""
+        if self._redistributed:
+            if self.moved and not self._rank_step.releases_weights:
+                self.share.share()
+            self._model.weights.end(changed=self.moved)
+            if self._plan.shares_gradients:
+                self._rank_step.gradients.end(changed=True)
+            self._redistributed = False
+            if self.shard.held.numel > _SMALL_NUMEL:
+                self.shard.scratch.clear()
+        if self.moved:
+            self.average_buffers()
+
+    def do(self, order: SiteOrder) -> None:
+        """Do what rank 0 has decided."""
+        if isinstance(order, PushOrder):
+            self._work()
+            gradient = self._rank_step.gradients if self._plan.shares_gradients and not order.final else None
+            self._connection.send_push(order.round, self.shard.stream_push(order, gradient))
+            self.moved |= order.places
+        elif isinstance(order, PushNothing):
+            self.shard.in_flight[order.round] = ()
+            self._connection.send_push(order.round, ())
+        elif isinstance(order, Apply):
+            self._work()
+            result = RoundResult(version=order.order.version, round=0, step=0, rate=order.rate)
+            self.shard.apply(order.order, self._connection.take_result(result))
+            self.moved |= not self._plan.shares_gradients
+        elif isinstance(order, Load):
+            self._work()
+            loaded = self._connection.load(order.order, self.shard, order.join_reply())
+            self.all_there = not self._group.maximum(0 if loaded else 1)
+            self.moved = True
+        elif isinstance(order, Measure):
+            since, last = self._group.sums(list(self.shard.squares()))
+            self.squares = since, last
+        elif isinstance(order, Look):
+            if not self._connection.has_result(order.version):
+                self._connection.poll()
+            there = self._connection.has_result(order.version)
+            self.all_there = not self._group.maximum(0 if there else 1)
+        elif isinstance(order, Release):
+            self.shard.release(order.through)
+        elif isinstance(order, Keep):
+            self._work()
+            self.shard.keep(self._rank_step.gradients)
+        elif isinstance(order, Wait):
+            self._connection.poll()
+
+    def average_buffers(self) -> None:
+        """Average floating-point buffers over the ranks, where the user wants that; called on every rank."""
+        if self._model.averages_buffers and self._group.size > 1:
+            for buffer in self._model.buffers:
+                buffer.copy_(self._group.mean(buffer.float().flatten()).view(buffer.shape))
+
+    def digest(self) -> str:
+        """The digest of the site's global model; called on every rank."""
+        if isinstance(self.shard, UpdateShard):
+            own = digest_of(self.shard.global_model, self.shard.held)
+        else:
+            own = self._model.digest()
+        return f"{self._group.whole_sum(own):016x}"

@@ -1,0 +1,41 @@
+"""What a rank trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weightgrad.core import pieces
+from weightgrad.core.global_model import digest_of
+from weightgrad.core.layout import Layout
+from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
+from weightgrad.runtime.module_weights import ModuleWeights
+from weightgrad.runtime.replicas import Sharding
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a rank trains: its parameters, its optimizer, and the buffers that are averaged over the ranks or kept."""
+
+    module: nn.Module
+    weights: ModuleWeights
+    layout: Layout
+    sharding: Sharding
+    optimizer: Optimizer
+    announced: AnnouncedOptimizer
+    buffers: list[Tensor]
+    averages_buffers: bool
+    averages_gradients: bool
+
+    def digest(self) -> int:
+        """The digest of the weights that this rank holds."""
+        total = 0
+        self.weights.begin()
+        for piece in pieces.cut(self.weights.held, self.layout, per_tensor=False):
+            values = self.weights.read(piece.intervals, torch.empty(piece.numel))
+            total += digest_of(values.contiguous(), piece.intervals)
+        self.weights.end(changed=False)
+        return total % 2**64
