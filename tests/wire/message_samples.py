@@ -142,6 +142,7 @@ def pushes(values: st.SearchStrategy[tuple[Segment, ...]]) -> st.SearchStrategy[
         final=st.booleans(),
         rate=rates,
         report=reports,
+        buffers=scalars,
     )
 
 
@@ -165,6 +166,7 @@ def results(values: st.SearchStrategy[tuple[Segment, ...]]) -> st.SearchStrategy
         rate=rates,
         schedule=schedules,
         relayed=relayed(values),
+        buffers=scalars,
     )
 
 
@@ -254,12 +256,14 @@ def seeds() -> Iterator[bytes]:
     messages: list[Message] = [
         push(),
         push(final=True, rate=0.5, report=Report(0.5, 3, 1.5, 0.25)),
+        push(buffers=named),
         push_part(),
         push_part(*mixed),
         push_part(*woven, last=False),
         RoundRequest(round=4),
         result(included={"iowa": 1, "ohio": 2}, rate=0.1, schedule=schedule),
         result(relayed=(relayed_push("iowa", None), relayed_push("ohio"))),
+        result(relayed=(relayed_push("iowa", None),), buffers=named),
         result_part(*mixed[:2], last=False),
         result_part(
             *woven,

@@ -46,9 +46,14 @@ class Kind:
 
 
 KINDS = {
-    1: Kind("Push", True, ("round", "after", "step", "seen", "samples"), ("final", "rate", "report")),
+    1: Kind("Push", True, ("round", "after", "step", "seen", "samples"), ("final", "rate", "report", "buffers")),
     2: Kind("RoundRequest", False, ("round",)),
-    3: Kind("RoundResult", False, ("version", "round", "step", "sites", "relayed"), (None, "rate", "sync schedule")),
+    3: Kind(
+        "RoundResult",
+        False,
+        ("version", "round", "step", "sites", "relayed"),
+        (None, "rate", "sync schedule", "buffers"),
+    ),
     4: Kind("Join", True, ("version + 1", "epoch"), ("download codec", "digest", "training")),
     5: Kind(
         "JoinReply",
@@ -160,6 +165,9 @@ class Reader:
         if kind.name == "JoinReply":
             found["scalars"] = self.scalars() if "download" in on else {}
             require("download" in on or not on, "ProtocolError", "flags without a download")
+        if "buffers" in kind.flags:
+            found["buffers"] = self.scalars() if "buffers" in on else {}
+            require("buffers" not in on or bool(found["buffers"]), "ProtocolError", "no buffers")
         if kind.name == "FinalPart":
             found["data"] = self.take(count)
             require(found["place"] < found["parts"], "ProtocolError", "place")

@@ -115,6 +115,8 @@ def fields(message: Message) -> Fields:
     if isinstance(message, JoinReply):
         found["download"] = message.downloads
         found["scalars"] = {name: tensor_fields(tensor) for name, tensor in message.scalars.items()}
+    if isinstance(message, Push | RoundResult):
+        found["buffers"] = {name: tensor_fields(tensor) for name, tensor in message.buffers.items()}
     return found
 
 
@@ -182,7 +184,7 @@ def test_both_refuse_the_same_damage() -> None:
         if rng.random() < 0.6:
             reseal(data)
         ours, theirs = outcome(bytes(data)), real_outcome(bytes(data))
-        if has_scalars(data):  # which of the mistakes in a table is found first is not said
+        if has_tensors(data):  # which of the mistakes in a table is found first is not said
             assert isinstance(ours, str) == isinstance(theirs, str), data.hex(" ")
             ours, theirs = ("refused", "refused") if isinstance(ours, str) else (ours, theirs)
         assert ours == theirs, data.hex(" ")
@@ -191,8 +193,8 @@ def test_both_refuse_the_same_damage() -> None:
     assert outcomes["Message"] > 300
 
 
-def has_scalars(data: bytearray) -> bool:
-    return len(data) > 6 and data[5] == 5 and bool(data[6] & 1)
+def has_tensors(data: bytearray) -> bool:
+    return len(data) > 6 and bool((data[5] == 5 and data[6] & 1) or (data[5] in (1, 3) and data[6] & 8))
 
 
 # -- names and numbers of the document --------------------------------------------------------

@@ -70,6 +70,16 @@ class Residual:
         own += update
         scatter(self.whole(), self.held, piece.intervals, own)
 
+    def hold_back(self, piece: Piece, share: float) -> Tensor | None:
+        """Take a share of a piece out of the residual, for the caller to put back; None if there is nothing."""
+        if not share or self.vector is None:
+            return None
+        own = self._gather(piece.intervals)
+        held = own * share
+        own -= held
+        scatter(self.vector, self.held, piece.intervals, own)
+        return held
+
     def take(
         self, piece: Piece, fresh: Tensor, selector: Selector, look: Look, *, count: int, codec: Codec | None = None
     ) -> Segment | None:

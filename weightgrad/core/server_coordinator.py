@@ -33,6 +33,7 @@ from weightgrad.core.open_round import ClosedRound, OpenRound, Outbox
 from weightgrad.core.round_timing import LinkObserver, RoundDeadlines
 from weightgrad.core.selectors import Selector
 from weightgrad.core.server_shard import ClosedPart, ClosedPush, CloseOrder, PushFacts, ServerShardPlan
+from weightgrad.core.shared_buffers import SharedBuffers
 from weightgrad.core.site_schedule import schedule_from_tensor, schedule_to_tensor
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
@@ -124,6 +125,7 @@ class ServerCoordinator:
         members: the sites.
         controller: sets the sync schedule under `auto`; None where the strategy is fixed.
         first_digest: the digest of the first global model; a site that has it needs no download.
+        buffers: those of the sites' modules.
         aligned: whether every piece of a push is needed by one rank of each other site, so that pushes can be relayed.
     """
 
@@ -134,6 +136,7 @@ class ServerCoordinator:
         self.members = Members()
         self.controller = Controller(plan.auto, numel) if plan.auto is not None else None
         self.first_digest: int | None = None
+        self.buffers = SharedBuffers()
         self.aligned = True
         self._guard = guard
         self._deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
@@ -254,6 +257,7 @@ class ServerCoordinator:
         refusal = None if self._guard is None else self._guard.check(push, facts)
         if refusal is not None:
             out.refused.append((push.site, refusal))
+            push = replace(push, buffers={})
         counted = 0 if refusal is not None else facts.numel
         self._rounds[number].receive(push, now, nbytes=size, late=late, numel=counted)
         member.pushed_round = push.round
@@ -351,7 +355,8 @@ class ServerCoordinator:
         out = Decisions()
         result = join_result(order.result, [part.result for part in parts])
         decision, signs = self._decide(parts, relayed=order.relays)
-        result = replace(result, schedule=decision.schedule if decision is not None else None)
+        schedule = decision.schedule if decision is not None else None
+        result = replace(result, schedule=schedule, buffers=self._combined_buffers(closing))
         messages = {name: result.without(name) if own else result for name, own in order.receivers.items()}
         sizes = {
             name: nbytes(_header(message)) + sum(part.sizes.get(name, 0) for part in parts)
@@ -362,6 +367,8 @@ class ServerCoordinator:
         self._deadlines.round_closed(now - closing.opened_at)
         for name, round_ in closing.included.items():
             self.members.by_name[name].included_round = round_
+        if result.buffers:  # those of before are of no use to anybody
+            self._results |= {one: replace(past, buffers={}) for one, past in self._results.items() if past.buffers}
         self._results[result.version] = _header(result)
         self._first_result = max(part.first_result for part in parts)
         while len(self._results) > _HEADERS or min(self._results) < min(self._first_result, result.version):
@@ -380,6 +387,14 @@ class ServerCoordinator:
             )
         )
         return out
+
+    def _combined_buffers(self, closing: OpenRound) -> Mapping[str, Tensor]:
+        """The buffers of all sites that count, if a push of this round has brought some."""
+        brought = [push for push in sorted(closing.pushes, key=lambda push: push.round) if push.buffers]
+        for push in brought:
+            self.buffers.take(push.site, push.samples, push.buffers)
+        members = self.members.by_name.values()
+        return self.buffers.combine(one.name for one in members if one.live or one.done) if brought else {}
 
     def _decide(self, parts: Sequence[ClosedPart], *, relayed: bool) -> tuple[Decision | None, Signs | None]:
         """A new sync schedule, if the controller of `auto` wants one, and how alike the pushes were."""
@@ -463,6 +478,7 @@ class ServerCoordinator:
         for version, result in self._results.items():
             if result.schedule is not None:
                 found[f"schedule.{version}"] = schedule_to_tensor(result.schedule)
+        found |= with_prefix("buffers.", self.buffers.state())
         if self._guard is not None:
             found |= with_prefix("guard.", self._guard.state())
         if self.controller is not None:
@@ -478,6 +494,7 @@ class ServerCoordinator:
         """
         self.version, self.step, self._last_closed, samples, residual = (int(number) for number in state["clock"])
         self._samples, self._has_residual = samples or None, bool(residual)
+        self.buffers.load(without_prefix("buffers.", state))
         if self._guard is not None:
             self._guard.load(without_prefix("guard.", state))
         if self.controller is not None:

@@ -59,6 +59,7 @@ class SiteStrategy:
     overlap: int
     resume: Resume
     flush: Codec | None
+    flush_local: bool = False  # of the residual only what the local model contains is sent at the end
     t: float | None = None  # seconds without a message after which the site waits for the oldest result
     t_adapts: bool = False  # whether `t` is only the least, and grows with the length of rounds
     schedule: SyncSchedule | None = None  # the first sync schedule, where the server sets it
@@ -73,6 +74,7 @@ class SiteStrategy:
             keep_loss=self.keep_loss,
             resume=self.resume,
             flush=self.flush,
+            flush_local=self.flush_local,
             measures=isinstance(self.trigger, Significance),
         )
 
@@ -308,18 +310,19 @@ class SiteCoordinator:
         """Whether a push takes something out of the local model: what it holds back, or what its codec discards."""
         return self.plan.resume.removes_residual or not self.plan.keep_loss
 
-    def finish(self, now: float) -> tuple[Push, PushOrder]:
-        """Training is over: push all of the residual.
+    def finish(self, now: float, *, flush: bool = True) -> tuple[Push, PushOrder]:
+        """Training is over: push the residual, or as much of it as the strategy says.
 
         Args:
             now: the time.
+            flush: whether anything is pushed at all.
 
         Returns:
             The last push without its segments, and what to encode for it.
         """
         self.progress.finishing = True
         push = self._start(now, final=True)
-        return push, PushOrder(round=push.round, step=push.step, final=True, waits=True)
+        return push, PushOrder(round=push.round, step=push.step, final=True, flush=flush, waits=True)
 
     def _start(self, now: float, *, final: bool = False) -> Push:
         push = Push(
@@ -336,6 +339,12 @@ class SiteCoordinator:
         self.progress.pushed()
         self.in_flight.append(InFlight(push, now))
         return push
+
+    def with_buffers(self, push: Push, buffers: Mapping[str, Tensor]) -> Push:
+        """Let the site's buffers ride on a push that has not been sent yet."""
+        made = replace(push, buffers=buffers)
+        self.in_flight = [replace(sent, push=made) if sent.push is push else sent for sent in self.in_flight]
+        return made
 
     def new_epoch(self, last_squares: float) -> None:
         """An epoch has ended: the dynamic threshold moves.

@@ -44,6 +44,7 @@ class PushOrder:
         threshold: the significance threshold.
         codec: a codec that replaces the strategy's this once; None keeps the strategy's.
         final: whether everything that is left is pushed.
+        flush: with `final`, whether it is pushed, or stays with the site.
         places: whether the local model goes to the reference now. Otherwise it goes there with the round result, which
             the site waits for, or it is there already.
         waits: whether the site waits for the result before its next step.
@@ -56,6 +57,7 @@ class PushOrder:
     threshold: float = 0.0
     codec: str | None = None
     final: bool = False
+    flush: bool = True
     places: bool = False
     waits: bool = False
     in_flight_share: float = 1.0
@@ -105,6 +107,7 @@ class ShardPlan:
     keep_loss: bool
     resume: Resume
     flush: Codec | None
+    flush_local: bool = False
     measures: bool = False  # the trigger compares the fresh update with the last step
 
 
@@ -174,7 +177,7 @@ class SiteShard(ABC):
         The push is in flight, and the residual complete, when all segments have been taken.
         """
         selector: Selector = All() if order.final else self.plan.selector
-        flush = self.plan.flush if order.final else None
+        flush = self.plan.flush if order.final and order.flush else None
         codec = flush if order.final else None if order.codec is None else codecs.parse(order.codec)
         chosen = tuple(
             piece
@@ -189,7 +192,11 @@ class SiteShard(ABC):
             if order.final and flush is None:
                 self.residual.put(piece, fresh)
             elif not order.final or self._anything(piece, fresh):
+                share = self.plan.resume.residual_share if order.final and self.plan.flush_local else 1.0
+                rest = self.residual.hold_back(piece, 1 - share)
                 segment = self.residual.take(piece, fresh, selector, self._view(order), count=order.round, codec=codec)
+                if rest is not None:
+                    self.residual.put(piece, rest)
                 if segment is not None:
                     found.append(segment)
                     yield segment

@@ -89,7 +89,8 @@ class EndOfRun:
             group: all processes.
             failed: why the run has failed, if it has.
         """
-        writes = self._coordinator() is not None and self._options.out is not None
+        core = self._coordinator()
+        writes = core is not None and self._options.out is not None
         if group.size > 1 and failed is not None:
             writes = False  # a tensor may be in several processes, and some have ended
         for other in range(1, group.size) if failed is None else ():
@@ -98,7 +99,8 @@ class EndOfRun:
             try:
                 shard = process.serving.shard
                 quantized = self._run_config.fit(shard.layout.numel).evaluate == "quantized"
-                state = self._final_states.collect(shard.layout, shard.global_model.version, wanted=quantized)
+                shared, version = None if core is None else core.buffers.mean, shard.global_model.version
+                state = self._final_states.collect(shard.layout, version, wanted=quantized, shared=shared)
                 write_final_model(self._options.out, shard, group, state)
             except CheckpointError as error:
                 if failed is None:

@@ -5,7 +5,7 @@ weights. So a site that leaves sends the server a file, its final state: the per
 the strategy is judged by quantized weights, the global model as the site quantizes it. The server keeps these files
 beside the final model until it writes that one:
 
-    buffers     floating-point ones: the mean over the sites, weighted by samples; others: those of the first site
+    buffers     those that travel with rounds, as they were last; of others as `core/shared_buffers.py` combines them
     weights     quantized by the first site, in the order of the run, that has seen the last version of the global model
 
 A file that is damaged, or does not fit the model, is left out, and the log says so.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from weightgrad.codecs import Payload, decode
 from weightgrad.core.layout import Layout
+from weightgrad.core.shared_buffers import combined
 from weightgrad.errors import ModelFileError, ProtocolError
 from weightgrad.quantized.packed_tensor import WEIGHTGRAD, PackedTensor
 from weightgrad.quantized.quantized_file import QuantizedFile, to_tensors
@@ -191,13 +192,16 @@ class FinalStates:
         if part.place + 1 == part.parts:
             partial.replace(target)
 
-    def collect(self, layout: Layout, version: int, *, wanted: bool) -> FinalState:
+    def collect(
+        self, layout: Layout, version: int, *, wanted: bool, shared: Mapping[str, Tensor] | None = None
+    ) -> FinalState:
         """Put together what the sites have sent, and remove their files.
 
         Args:
             layout: Where the tensors of the model lie.
             version: The version of the final global model.
             wanted: Whether the strategy is judged by quantized weights.
+            shared: Buffers that have travelled with rounds.
         """
         if self._directory is None:
             return FinalState()
@@ -215,28 +219,8 @@ class FinalStates:
         quantized = next((one.quantized for one in found if one.quantized and one.version == version), None)
         if wanted and quantized is None:
             log.warning("no site has quantized version %d: the final model has the weights of full precision", version)
-        return FinalState(buffers=_mean_buffers(found), quantized=quantized if wanted else None)
-
-
-def _mean_buffers(states: Sequence[SiteFinalState]) -> dict[str, Tensor]:
-    """Floating-point buffers averaged over the sites that have them alike; others as the first site has them."""
-    made: dict[str, Tensor] = {}
-    for name, first in ((name, one) for state in states for name, one in state.buffers.items()):
-        if name in made:
-            continue
-        alike = [
-            (state.samples, state.buffers[name])
-            for state in states
-            if name in state.buffers
-            and state.buffers[name].shape == first.shape
-            and state.buffers[name].dtype == first.dtype
-        ]
-        total = sum(samples for samples, _ in alike)
-        if not first.is_floating_point() or not total:
-            made[name] = first
-            continue
-        mean = torch.zeros(first.shape, dtype=torch.float64)
-        for samples, buffer in alike:
-            mean += buffer.double() * (samples / total)
-        made[name] = mean.to(first.dtype)
-    return made
+        buffers = combined([(one.samples, one.buffers) for one in found])
+        for name, last in (shared or {}).items():
+            if name in buffers and buffers[name].shape == last.shape:
+                buffers[name] = last.to(buffers[name].dtype)
+        return FinalState(buffers=buffers, quantized=quantized if wanted else None)

@@ -14,6 +14,7 @@ from weightgrad.wire.sync_schedule import SyncSchedule
 log = logging.getLogger("weightgrad")
 
 EVERY_S = 10.0
+FLUSH_EVERY_S = 2.0
 
 
 class Traffic(Protocol):
@@ -82,6 +83,41 @@ class ProgressLog:
             show_bytes(now.down_bytes - last.down_bytes),
             100 * (now.waited - last.waited) / seconds,
             "" if schedule is None else f"; {describe(schedule)}",
+        )
+
+
+class FlushProgress:
+    """Says how far the last push of a site has come, at most every `FLUSH_EVERY_S` seconds.
+
+    Args:
+        site: The name of the site.
+        size: The bytes of the push.
+        clock: Seconds; for tests.
+    """
+
+    def __init__(self, site: str, size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._site, self._size, self._clock = site, max(size, 1), clock
+        self._said = clock()
+
+    def look(self, left: int) -> None:
+        """Log a line if it is time for one.
+
+        Args:
+            left: Bytes that the server has not got yet.
+        """
+        if self._clock() - self._said < FLUSH_EVERY_S:
+            return
+        self._said = self._clock()
+        done = max(0.0, 1 - left / self._size)
+        bar = "#" * int(20 * done)
+        what = "the global server has it; waiting for the result" if not left else f"{show_bytes(left)} to go"
+        log.info(
+            "%s leaves: [%-20s] %3.0f %% of its last %s sent, %s",
+            self._site,
+            bar,
+            100 * done,
+            show_bytes(self._size),
+            what,
         )
 
 

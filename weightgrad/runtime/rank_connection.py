@@ -361,6 +361,11 @@ class RankConnection:
             return None
         return {"sent": sum(one.sent for one in known), "received": sum(one.received for one in known)}
 
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes that this rank has queued and no server process has acknowledged."""
+        return sum(link.client.unacknowledged_bytes for link in self.links.values())
+
     def wait_sent(self, size: int) -> None:
         """Wait until the server has what rank 0 has sent it, at most as long as so many bytes take at 1 Mbit/s."""
         self.links[0].client.wait_sent(10.0 + 8 * size / 1e6)

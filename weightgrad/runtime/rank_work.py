@@ -6,12 +6,19 @@ rounds work on, and only then. Where weights have moved, the ranks that have the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
 from weightgrad.core.global_model import digest_of
 from weightgrad.core.gradient_shard import GradientShard
 from weightgrad.core.random_streams import RunStream
+from weightgrad.core.shared_buffers import BUFFER
 from weightgrad.core.site_coordinator import SiteStrategy
 from weightgrad.core.site_shard import PushOrder, SiteShard
 from weightgrad.core.update_shard import UpdateShard
+from weightgrad.core.vector_checks import without_prefix
 from weightgrad.errors import RefusedError
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime.admission import AdmissionReply
@@ -19,10 +26,12 @@ from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.replicas import ReplicaExchange
+from weightgrad.runtime.site_buffers import SiteBuffers
 from weightgrad.runtime.site_orders import (
     Abandon,
     Apply,
     Continue,
+    GatherBuffers,
     Keep,
     Load,
     Look,
@@ -30,6 +39,7 @@ from weightgrad.runtime.site_orders import (
     PushNothing,
     Release,
     SiteOrder,
+    TakeBuffers,
     Wait,
     parse,
 )
@@ -56,6 +66,8 @@ class RankWork:
         shard: What this rank holds.
         share: Brings weights that this rank has written to the ranks that have the same.
         replica: The user's module and optimizer, where gradients are shared.
+        buffers: The buffers of the user's module.
+        gathered: The buffers that were put together last.
         steps: Optimizer steps done.
         next_decision: The step after which the ranks listen to rank 0 again.
         moved: Whether weights have moved since `begin_round`.
@@ -79,6 +91,10 @@ class RankWork:
         self.moved = self._redistributed = False
         self.squares: tuple[float, float] = (0.0, 0.0)
         self.all_there = True
+        self.buffers = SiteBuffers(
+            model.module, group, averages=model.averages_buffers, stages=model.stages, shared=model.shares_buffers
+        )
+        self.gathered: Mapping[str, Tensor] = {}
         self.share = ReplicaExchange(model.sharding, group, model.weights)
         self.replica: UserReplica | None = None
         self.shard = self._make_shard(derive(reply.seed, RunStream.SITE_STATE, reply.number))
@@ -152,7 +168,7 @@ class RankWork:
             if self.shard.held.numel > _SMALL_NUMEL:
                 self.shard.scratch.clear()
         if self.moved:
-            self.average_buffers()
+            self.buffers.average()
 
     def do(self, order: SiteOrder) -> None:
         """Do what rank 0 has decided."""
@@ -171,8 +187,11 @@ class RankWork:
             self.moved |= not self._plan.shares_gradients
         elif isinstance(order, Load):
             self._work()
-            loaded = self._connection.load(order.order, self.shard, order.join_reply())
+            reply = order.join_reply()
+            scalars = {name: one for name, one in reply.scalars.items() if not name.startswith(BUFFER)}
+            loaded = self._connection.load(order.order, self.shard, replace(reply, scalars=scalars))
             self.all_there = not self._group.maximum(0 if loaded else 1)
+            self.buffers.take(without_prefix(BUFFER, reply.scalars), None)
             self.moved = True
         elif isinstance(order, Measure):
             since, last = self._group.sums(list(self.shard.squares()))
@@ -187,14 +206,12 @@ class RankWork:
         elif isinstance(order, Keep):
             self._work()
             self.shard.keep(self._rank_step.gradients)
+        elif isinstance(order, GatherBuffers):
+            self.gathered = self.buffers.gather(order.round)
+        elif isinstance(order, TakeBuffers):
+            self.buffers.take(order.buffers(), order.through)
         elif isinstance(order, Wait):
             self._connection.poll()
-
-    def average_buffers(self) -> None:
-        """Average floating-point buffers over the ranks, where the user wants that; called on every rank."""
-        if self._model.averages_buffers and self._group.size > 1:
-            for buffer in self._model.buffers:
-                buffer.copy_(self._group.mean(buffer.float().flatten()).view(buffer.shape))
 
     def digest(self) -> str:
         """The digest of the site's global model; called on every rank."""

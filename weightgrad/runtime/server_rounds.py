@@ -13,6 +13,8 @@ from typing import Any
 
 from weightgrad.core.server_coordinator import Decisions, Download, ServerCoordinator, facts_of_all
 from weightgrad.core.server_shard import ClosedPart, CloseOrder
+from weightgrad.core.shared_buffers import BUFFER
+from weightgrad.core.vector_checks import with_prefix
 from weightgrad.errors import ProtocolError
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import Close, Closed, Complete, Drop, Provide, to_bytes
@@ -264,7 +266,8 @@ class ServerRounds:
         """Tell a site the way to the present global model, and have the processes send it."""
         reply = download.reply
         if reply.downloads:
-            reply = replace(reply, scalars=self._serving.shard.global_model.scalars())
+            buffers = with_prefix(BUFFER, self.coordinator.buffers.mean)
+            reply = replace(reply, scalars={**self._serving.shard.global_model.scalars(), **buffers})
         self._send(download.site, reply)
         for result in download.results:
             self._send(download.site, result)

@@ -141,7 +141,7 @@ class Site:
         strategy: str | Strategy | None = None,
         *,
         samples: int = 1,
-        buffers: str = "site",
+        buffers: str = "shared",
         frozen: str = "same",
         stages: bool = False,
         **changes: Any,
@@ -157,8 +157,9 @@ class Site:
                 can make, too, for all parameters that are trained.
             strategy: The strategy of the run, which must be the server's; None takes the server's.
             samples: How much the updates of this site weigh: the samples that it sees in one step.
-            buffers: "site" averages floating-point buffers, such as the statistics of batch norm, over the ranks of
-                the site after every round; "local" leaves them to each rank. Buffers do not travel between sites.
+            buffers: "shared" averages persistent buffers, such as the statistics of batch norm, over all sites, by
+                `samples`; they travel with rounds. "site" averages floating-point buffers over the ranks of the site
+                after every round, and no further; "local" leaves them to each rank.
             frozen: Parameters that are frozen now take no part. "same" refuses the site if the others have other values
                 in them, and refuses steps once one is unfrozen; "local" compares nothing; "shared" lets them take part,
                 so that they may be frozen and unfrozen while training goes on, with strategies that share updates.
@@ -180,8 +181,8 @@ class Site:
             raise StrategyError("the site has left; call weightgrad.join again to come back")
         if self._prepared:
             raise StrategyError("the site is prepared already; to train another model, leave() and join again")
-        if buffers not in ("site", "local"):
-            raise StrategyError(f'buffers = {buffers!r}; it is "site" or "local"')
+        if buffers not in ("shared", "site", "local"):
+            raise StrategyError(f'buffers = {buffers!r}; it is "shared", "site" or "local"')
         if frozen not in frozen_parameters.KINDS:
             raise StrategyError(f'frozen = {frozen!r}; it is "same", "local" or "shared"')
         stepping = unwrap_optimizer(optimizer)
@@ -209,7 +210,8 @@ class Site:
         trained = self._trained(model, stepping, announced, parameters, in_order(layout, reply.layout), reply.served)
         if self.group.size > 1 and not trained.averages_gradients:
             _check_averaged(parameters, stepping)
-        trained = dataclasses.replace(trained, averages_buffers=buffers == "site" and not stages)
+        averages = buffers != "local" and not stages
+        trained = dataclasses.replace(trained, averages_buffers=averages, shares_buffers=buffers == "shared")
         connection = self._entry.connect(reply, trained.sharding.held)
         self._training = SiteTraining(
             self._options, self.group, connection, self._entry.events, trained, reply, samples
@@ -305,12 +307,16 @@ class Site:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def leave(self, *, flush: bool = True) -> None:
         """End the training of this site; called on every rank.
 
-        The residual is sent, the model becomes the global model, and the server is told that the site leaves. Where
+        What the site has learnt and not shared is sent, as fast as the line allows, with a line of progress in the log;
+        the model becomes the global model, and the server is told that the site leaves. Where
         the strategy is judged by quantized weights (`evaluate = "quantized"`), the model gets those: the global model
         as this site quantizes it. Before `prepare` there is nothing to send; calling it twice does nothing.
+
+        Args:
+            flush: False sends nothing: what was not shared is lost to the others, and `leave` returns sooner.
 
         Raises:
             StrategyError: The model was loaded with other weights since the last step.
@@ -324,7 +330,7 @@ class Site:
             return
         if self._guard is not None:
             self._guard.check()
-        self._training.leave()
+        self._training.leave(flush=flush)
         self._left = True
         atexit.unregister(self._at_exit)
         self._release()

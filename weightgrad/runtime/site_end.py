@@ -45,7 +45,7 @@ class SiteEnd:
             weights.end(changed=True)
         elif self._work.replica is not None:
             self._work.replica.settle()
-        self._work.average_buffers()
+        self._work.buffers.average()
 
     def hand_over(self, seed: int, coordinator: SiteCoordinator | None) -> None:
         """Give the module the weights by which the strategy is judged, and the server what its final file needs.
@@ -59,8 +59,7 @@ class SiteEnd:
         layout, weights = self._model.layout, self._model.weights
         version = self._group.maximum(coordinator.version if coordinator is not None else 0)
         payloads = self._rank_step.quantized(derive(seed, RunStream.EVALUATION, version))
-        stages = len(weights.parameters) < len(layout.slots)
-        buffers = all_buffers(self._model.module, self._group, stages=stages)
+        buffers = all_buffers(self._model.module, self._group, stages=self._model.stages)
         if payloads is not None:
             weights.begin()
             weights.write(Intervals.whole(layout.numel), decode_flat(layout, payloads))

@@ -17,12 +17,14 @@ from weightgrad.event_log import EventLog
 from weightgrad.runtime.admission import AdmissionReply
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.progress_log import FlushProgress
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_work import RankWork
 from weightgrad.runtime.site_orders import (
     Abandon,
     Apply,
     Continue,
+    GatherBuffers,
     Keep,
     Load,
     Look,
@@ -30,6 +32,7 @@ from weightgrad.runtime.site_orders import (
     PushNothing,
     Release,
     SiteOrder,
+    TakeBuffers,
     Wait,
     to_bytes,
 )
@@ -37,6 +40,8 @@ from weightgrad.wire.messages import JoinReply, Message, ModelPart, Push, RoundR
 
 log = logging.getLogger("weightgrad")
 
+_BUFFER_SHARE = 10  # buffers ride when so many times their bytes have been sent since
+_FEW_BYTES = 4096  # or if they are no more than this: a few packets
 _POLL_S = 0.2  # between two looks at the connection during a wait
 _WAIT_TOLD_S = 0.5  # between two words to ranks that wait: their connections may have to be made anew, too
 
@@ -68,6 +73,8 @@ class SiteLeader:
         self._plan = coordinator.plan
         self._exact_follows: JoinReply | None = None
         self._first_digest: int | None = None
+        self._progress: FlushProgress | None = None
+        self._sent_before = -1  # bytes that had been sent when buffers last rode on a push
         self.waited = 0.0
         """Seconds that training has waited for the global server."""
         self.joined = False
@@ -151,17 +158,39 @@ class SiteLeader:
         self.wait_until_unblocked()
         self._work.steps = coordinator.progress.step
 
-    def finish(self) -> None:
-        """Training is over: push what is left, and wait until the global model has it."""
-        coordinator = self.coordinator
+    def finish(self, *, flush: bool) -> None:
+        """Training is over: push what is left, and wait until the global model has it.
+
+        Args:
+            flush: Whether it is pushed, or stays with the site.
+        """
+        coordinator, before = self.coordinator, self._connection.up_bytes
         if not coordinator.finished:  # it is, if a site that had left is started again
             coordinator.rate = self._optimizer.rate if self._plan.shares_gradients else None
-            self._push(*coordinator.finish(self._connection.now))
+            self._push(*coordinator.finish(self._connection.now, flush=flush))
+        self._progress = FlushProgress(coordinator.name, self._connection.up_bytes - before)
         self.wait_until_unblocked()
+        self._progress = None
 
     def _push(self, push: Push, order: PushOrder | None) -> None:
+        if self._buffers_ride(push):
+            self._order(GatherBuffers(round=push.round))
+            push = self.coordinator.with_buffers(push, self._work.gathered)
+            self._sent_before = self._connection.up_bytes
         self._connection.send_control(push)
         self._order(PushNothing(round=push.round) if order is None else order)
+
+    def _buffers_ride(self, push: Push) -> bool:
+        """Whether buffers ride on a push: on the first and the last, and else if they are little of what is sent.
+
+        Those before must have come back: a result is the mean of what sites had at one moment.
+        """
+        buffers, sent = self._work.buffers, self._connection.up_bytes - self._sent_before
+        if not buffers.nbytes or push.final or self._sent_before < 0:
+            return bool(buffers.nbytes)
+        under_way = any(one.push.round == buffers.sent_round for one in self.coordinator.in_flight)
+        little = buffers.nbytes <= _FEW_BYTES or sent * self._group.size >= _BUFFER_SHARE * buffers.nbytes
+        return little and not under_way
 
     def _measure(self) -> tuple[float, float]:
         self._order(Measure())
@@ -188,6 +217,8 @@ class SiteLeader:
             )
         while why is not None:
             self.pump(_POLL_S)
+            if self._progress is not None:
+                self._progress.look(connection.unacknowledged_bytes)
             if time.monotonic() - told > _WAIT_TOLD_S:
                 self._tell(Wait())
                 told = time.monotonic()
@@ -218,7 +249,10 @@ class SiteLeader:
             version, step = coordinator.version, coordinator.global_step
             self._receive(replace(reply, version=version, step=step) if version > reply.version else reply)
         while (found := coordinator.next_result(self._all_have)) is not None:
-            self._order(Apply(order=found[0], rate=found[1].rate))
+            order, result = found
+            self._order(Apply(order=order, rate=result.rate))
+            if result.buffers and self._work.buffers.nbytes:
+                self._order(TakeBuffers.of(order.through, result.buffers))
 
     def _all_have(self, version: int) -> bool:
         """Whether every rank has all values of a result."""

@@ -7,12 +7,15 @@ tells another anything: `Continue` says when the next one is.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from weightgrad.core.site_shard import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.wire.message_bytes import pack, unpack
-from weightgrad.wire.messages import JoinReply
+from weightgrad.wire.messages import JoinReply, RoundResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,38 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatherBuffers:
+    """Put together the buffers that ride on the push of a round."""
+
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeBuffers:
+    """Take the buffers of all sites, which came with a result; `data` has them as bytes.
+
+    Attributes:
+        through: the last round whose push of this site is in the result.
+        data: a round result with nothing but the buffers.
+    """
+
+    through: int
+    data: str
+
+    @staticmethod
+    def of(through: int, buffers: Mapping[str, Tensor]) -> TakeBuffers:
+        """The order to take these buffers."""
+        message = RoundResult(version=0, round=0, step=0, buffers=buffers)
+        return TakeBuffers(through=through, data=pack(message).hex())
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers."""
+        found = unpack(bytes.fromhex(self.data))
+        assert isinstance(found, RoundResult)
+        return found.buffers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wait:
     """Nothing yet: rank 0 waits for the global server."""
 
@@ -106,7 +141,19 @@ class Abandon:
 
 
 SiteOrder: TypeAlias = (
-    PushOrder | PushNothing | Measure | Keep | Look | Release | Apply | Load | Wait | Continue | Abandon
+    PushOrder
+    | PushNothing
+    | Measure
+    | Keep
+    | Look
+    | Release
+    | Apply
+    | Load
+    | GatherBuffers
+    | TakeBuffers
+    | Wait
+    | Continue
+    | Abandon
 )
 
 _ALL: tuple[type[SiteOrder], ...] = (
@@ -118,6 +165,8 @@ _ALL: tuple[type[SiteOrder], ...] = (
     Release,
     Apply,
     Load,
+    GatherBuffers,
+    TakeBuffers,
     Wait,
     Continue,
     Abandon,

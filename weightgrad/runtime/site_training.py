@@ -266,13 +266,17 @@ class SiteTraining:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def leave(self, *, flush: bool = True) -> None:
         """Send the residual, wait until the global model has it, and say goodbye.
 
         The model becomes the global one; quantized, where the strategy is judged by quantized weights.
+
+        Args:
+            flush: Whether the residual is sent.
         """
         if self.leader is not None:
-            self.leader.lead(self.leader.finish)
+            leader = self.leader
+            leader.lead(lambda: leader.finish(flush=flush))
         else:
             self._work.follow()
         end = SiteEnd(self._work, self._group, self.connection, self._model, self.rank_step)

@@ -29,6 +29,12 @@ class TrainedModel:
     buffers: list[Tensor]
     averages_buffers: bool
     averages_gradients: bool
+    shares_buffers: bool = False
+
+    @property
+    def stages(self) -> bool:
+        """Whether this rank has a part of the model's layers."""
+        return len(self.weights.parameters) < len(self.layout.slots)
 
     def digest(self) -> int:
         """The digest of the weights that this rank holds."""

@@ -13,6 +13,7 @@
     segments               PushPart, ResultPart, ModelPart: where it lies and a frame, each
     relayed pushes         RoundResult (without segments), ResultPart
     scalars                JoinReply: safetensors
+    buffers                Push, RoundResult: safetensors
     data                   FinalPart
 
 `docs/wire-format.md` gives every field and the order of the checks. The length is that of `messages.nbytes`, to the
@@ -26,6 +27,8 @@ Left out: a checksum of what is not in a frame, and proof of who sent it. Both a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from weightgrad import wire
 from weightgrad.errors import ProtocolError, RangeError, SizeLimitError, TrailingBytesError
@@ -48,6 +51,7 @@ from weightgrad.wire.message_fields import (
 )
 from weightgrad.wire.message_header import (
     APPROXIMATE,
+    BUFFERS,
     DIGEST,
     DOWNLOAD,
     DOWNLOAD_CODEC,
@@ -107,8 +111,9 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
             _check_empty(message, message.segments)
             numbers = (message.round, message.after, message.step, message.seen, message.samples)
             flags = FINAL * message.final | RATE * (message.rate is not None) | REPORT * (message.report is not None)
+            flags |= BUFFERS * bool(message.buffers)
             head = _head(Push, *numbers, flags=flags, site=message.site)
-            return [head, _rate_bytes(message.rate), _report_bytes(message.report)]
+            return [head, _rate_bytes(message.rate), _report_bytes(message.report), *_buffers(message.buffers)]
         case PushPart():
             numbers, flags = (message.round, message.rank), LAST * message.last
             head = _head(PushPart, *numbers, size=len(message.segments), flags=flags, site=message.site)
@@ -119,8 +124,10 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
             _check_empty(message, message.moves)
             clock = (message.version, message.round, message.step, len(message.included), len(message.relayed))
             flags = RATE * (message.rate is not None) | SCHEDULE * (message.schedule is not None)
+            flags |= BUFFERS * bool(message.buffers)
             fields = [_rate_bytes(message.rate), _schedule_bytes(message.schedule), _included_bytes(message.included)]
-            return [_head(RoundResult, *clock, flags=flags), *fields, *_relayed_buffers(message.relayed)]
+            values = [*_relayed_buffers(message.relayed), *_buffers(message.buffers)]
+            return [_head(RoundResult, *clock, flags=flags), *fields, *values]
         case ResultPart():
             numbers, flags = (message.version, len(message.relayed)), LAST * message.last
             head = _head(ResultPart, *numbers, size=len(message.segments), flags=flags)
@@ -184,6 +191,10 @@ def _schedule_bytes(schedule: SyncSchedule | None) -> bytes:
         if schedule is None
         else SCHEDULE_FIELD.pack(schedule.every, schedule.overlap, len(schedule.up)) + schedule.up.encode()
     )
+
+
+def _buffers(buffers: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    return snapshot_bytes.to_buffers(buffers) if buffers else []
 
 
 def _download_codec_bytes(spec: str | None) -> bytes:

@@ -27,6 +27,7 @@ from weightgrad.wire.message_fields import (
 )
 from weightgrad.wire.message_header import (
     APPROXIMATE,
+    BUFFERS,
     DIGEST,
     DOWNLOAD,
     DOWNLOAD_CODEC,
@@ -161,6 +162,7 @@ class MessageReader:
             final=bool(head.flags & FINAL),
             rate=rate,
             report=report,
+            buffers=self._buffers(head),
         )
 
     def _result(self, head: Header) -> RoundResult:
@@ -174,6 +176,7 @@ class MessageReader:
             rate=rate,
             schedule=schedule,
             relayed=self._relayed(relayed, values=False),
+            buffers=self._buffers(head),
         )
 
     def _relayed(self, count: int, *, values: bool) -> tuple[RelayedPush, ...]:
@@ -210,12 +213,21 @@ class MessageReader:
             schedule=schedule,
             downloads=downloads,
             approximate=bool(head.flags & APPROXIMATE),
-            scalars=self._scalars() if downloads else {},
+            scalars=self._tensors("scalars") if downloads else {},
         )
 
-    def _scalars(self) -> dict[str, Tensor]:
-        blob = self._take(self.left, "scalars")
+    def _tensors(self, what: str) -> dict[str, Tensor]:
+        """Named tensors, which are the rest of the message."""
+        blob = self._take(self.left, what)
         return snapshot_bytes.parse(blob, max_bytes=self._limits.max_bytes, max_tensors=self._limits.max_segments)
+
+    def _buffers(self, head: Header) -> dict[str, Tensor]:
+        if not head.flags & BUFFERS:
+            return {}
+        found = self._tensors("buffers")
+        if not found:
+            raise ProtocolError("buffers are announced, and there is none; its writer is wrong")
+        return found
 
     def _vector(self) -> str:
         (length,) = self._take(LENGTH_BYTES, "length of a name")

@@ -136,6 +136,7 @@ class Push:
     final: bool = False  # the site has finished training; later rounds do not wait for it
     rate: float | None = None  # the learning rate of the step, where the server does not know it
     report: Report | None = None  # what the site has measured, where the server sets the sync schedule
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # the site's buffers, such as statistics of batch norm
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -186,6 +187,7 @@ class RoundResult:
     rate: float | None = None  # the learning rate to step with; None: every replica knows it
     schedule: SyncSchedule | None = None  # the sync schedule from here on; None: as before
     relayed: tuple[RelayedPush, ...] = ()
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of all sites together, if any push had some
 
     @property
     def moves(self) -> tuple[Segment, ...]:
@@ -409,6 +411,7 @@ def nbytes(message: Message) -> int:
         size += len(message.site.encode())
     if isinstance(message, Push | RoundResult):
         size += 0 if message.rate is None else RATE_BYTES
+        size += snapshot_bytes.nbytes(message.buffers) if message.buffers else 0
     if isinstance(message, Push):
         size += 0 if message.report is None else REPORT_BYTES
         if message.segments:

@@ -34,7 +34,15 @@ PARTS = {
     "resume": "resume",
     "controller": "controller",
 }
-_NEEDS_UPDATES = {"combine": "mean", "weights": "fp32", "resume": "global_model", "overlap": 0, "hide": 0, "relay": 0}
+_NEEDS_UPDATES = {
+    "combine": "mean",
+    "weights": "fp32",
+    "resume": "global_model",
+    "overlap": 0,
+    "hide": 0,
+    "relay": 0,
+    "flush_residual": "all",
+}
 _OF_MANY = ("sender_mean", "median", "trimmed_mean")
 
 
@@ -94,6 +102,8 @@ def codecs_are_known(strategy: Strategy) -> None:
     for name in ("gradients", "weights", "up", "down"):
         strategy.wan_codec(name)
     strategy.codec("flush")
+    if strategy.flush_residual not in ("all", "local"):
+        raise StrategyError(f'flush_residual = {strategy.flush_residual!r}; it is "all" or "local"')
 
 
 def numbers_are_in_range(strategy: Strategy) -> None:

@@ -58,6 +58,8 @@ class Strategy:
         controller: "fixed"; or "auto(...)", with which the server sets trigger, overlap and both codecs from what it
             measures.
         flush: Codec of the residual at the end of a run; "none" leaves it at the site.
+        flush_residual: How much of the residual is sent then: "all"; or "local", as much as the local model contains
+            (`resume`), so that the global model ends as the mean of the local models.
         evaluate: Which weights the accuracy is of: "global_model" or "quantized".
         t: Seconds without news after which a site stalls; None never. "auto" is 30, or five rounds where those take
             longer.
@@ -92,6 +94,7 @@ class Strategy:
     relay: int = 0
     controller: str = "fixed"
     flush: str = "fp32"
+    flush_residual: str = "all"
     evaluate: str = "global_model"
     t: float | str | None = None
     t_local: float | None = None
@@ -182,6 +185,7 @@ class Strategy:
             overlap=self.overlap,
             resume=parts.parse("resume", self.resume),
             flush=self.codec("flush"),
+            flush_local=self.flush_residual == "local",
             t=_AUTO_STALL_SECONDS if isinstance(self.t, str) else self.t,
             t_adapts=self.t == "auto",
             schedule=auto.first().schedule if (auto := self.auto) is not None else None,

@@ -1,0 +1,95 @@
+"""Buffers of modules, such as the running statistics of batch norm, that the sites of a run have in common.
+
+Buffers ride on pushes, exact and not at every push; the server keeps the last ones of each site, and a result carries
+their mean, weighted by samples:
+
+    floating-point      the mean, computed in float64, so that the mean of equal values is that value
+    integers            the largest, as of the counter of batches
+
+A buffer that has a NaN or an Inf at some site counts there as not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weightgrad.core.vector_checks import with_prefix, without_prefix
+from weightgrad.wire import snapshot_bytes
+
+BUFFER = "buffer."
+"""Begins the names of buffers among the scalars of a download."""
+
+MOST_BYTES = 3 << 18
+"""So many bytes of buffers ride on a push at most: a control message has 1 MB."""
+
+
+class SharedBuffers:
+    """The buffers of all sites at the global server. Memory: those of each site, and their mean."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[int, dict[str, Tensor]]] = {}  # by site: its samples, and its buffers
+        self.mean: dict[str, Tensor] = {}
+        """Of the sites that counted when `combine` was last called."""
+
+    def take(self, site: str, samples: int, buffers: Mapping[str, Tensor]) -> None:
+        """Keep what a site has sent; more than MOST_BYTES are left out."""
+        if snapshot_bytes.nbytes(buffers) <= MOST_BYTES:
+            good = {name: one for name, one in buffers.items() if finite(one)}
+            self._of[site] = max(samples, 1), good
+
+    def combine(self, sites: Iterable[str]) -> dict[str, Tensor]:
+        """Combine the buffers of these sites; they are `mean` from then on."""
+        self.mean = combined([self._of[site] for site in sorted(sites) if site in self._of])
+        return self.mean
+
+    def state(self) -> dict[str, Tensor]:
+        """What must survive, as named tensors."""
+        found = with_prefix("mean.", self.mean)
+        for site, (samples, buffers) in self._of.items():
+            found[f"samples.{site}"] = torch.tensor(samples)
+            found |= with_prefix(f"of.{len(site)}.{site}.", buffers)
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        self.mean = without_prefix("mean.", state)
+        self._of = {
+            site: (int(samples), without_prefix(f"of.{len(site)}.{site}.", state))
+            for site, samples in without_prefix("samples.", state).items()
+        }
+
+
+def finite(buffer: Tensor) -> bool:
+    """Whether it has neither NaN nor Inf."""
+    return not buffer.is_floating_point() or bool(torch.isfinite(buffer).all())
+
+
+def combined(sites: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """Combine the buffers of several sites, each with its samples.
+
+    Of sites whose buffers of one name differ in shape or type, those count that are like the first site's. Buffers that
+    are neither numbers nor integers are the first site's.
+    """
+    made: dict[str, Tensor] = {}
+    for name, first in ((name, one) for _, buffers in sites for name, one in buffers.items()):
+        if name in made:
+            continue
+        alike = [
+            (samples, buffers[name])
+            for samples, buffers in sites
+            if name in buffers and buffers[name].shape == first.shape and buffers[name].dtype == first.dtype
+        ]
+        total = sum(samples for samples, _ in alike)
+        if first.is_floating_point() and total:
+            mean = torch.zeros(first.shape, dtype=torch.float64)
+            for samples, buffer in alike:
+                mean += buffer.double() * (samples / total)
+            made[name] = mean.to(first.dtype)
+        elif first.dtype in (torch.int64, torch.int32, torch.int16):
+            made[name] = torch.stack([buffer for _, buffer in alike]).amax(0)
+        else:
+            made[name] = first
+    return made
