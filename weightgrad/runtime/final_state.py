@@ -40,6 +40,12 @@ _MOST_BUFFER_BYTES = 1 << 30
 _BUFFER, _WEIGHT = "buffer.", "weight."
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a module that its `state_dict` has, by their names in a plain module."""
+    kept = module.state_dict(keep_vars=True).keys()
+    return {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept}
+
+
 def all_buffers(module: nn.Module, group: SiteGroup, *, stages: bool) -> dict[str, Tensor]:
     """The persistent buffers of a site's module by their names in a plain module; called on every rank.
 
@@ -49,8 +55,7 @@ def all_buffers(module: nn.Module, group: SiteGroup, *, stages: bool) -> dict[st
         stages: Whether every rank has a part of the model, so that the buffers of all ranks are put together; otherwise
             they are this rank's.
     """
-    kept = module.state_dict(keep_vars=True).keys()
-    own = {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept}
+    own = persistent_buffers(module)
     found = {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in own.items()}
     if not stages:
         return found

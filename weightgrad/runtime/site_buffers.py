@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from weightgrad.core.shared_buffers import MOST_BYTES, finite
-from weightgrad.runtime.final_state import all_buffers
-from weightgrad.runtime.module_weights import is_sharded, plain_name
+from weightgrad.runtime.final_state import all_buffers, persistent_buffers
+from weightgrad.runtime.module_weights import is_sharded
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.units import show_bytes
 from weightgrad.wire import snapshot_bytes
@@ -109,7 +109,7 @@ class SiteBuffers:
             return  # the next result has them, and what this site has sent since
         self._sent, self._given = None, True
         left = {} if sent is None or through is None else _left(sent)
-        for name, buffer in ((plain_name(name), one) for name, one in self._module.named_buffers()):
+        for name, buffer in persistent_buffers(self._module).items():
             new, old = mean.get(name), None if sent is None else sent.buffers.get(name)
             if new is None or new.shape != buffer.shape or not _travels(buffer):
                 continue
