@@ -225,7 +225,7 @@ def test_only_a_trigger_that_calls_calls_the_others() -> None:
     assert [(name, m.round) for name, m in out.messages if isinstance(m, RoundRequest)] == [("b", 1), ("c", 1)]
     assert not one.receive(push("b", 1), 0.0).messages
     at_fixed_steps = server("weightgrad")
-    assert not at_fixed_steps.receive(push("a", 1), 0.0).messages
+    assert not at_fixed_steps.receive(push("a", 1, step=2), 0.0).messages
 
 
 def test_a_site_called_to_two_rounds_results_both() -> None:

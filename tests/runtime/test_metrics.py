@@ -45,6 +45,7 @@ WANTED = [
         "global_model_version",
         "global_model_step",
         "updates_total",
+        "sites_set_aside_total",
         "refused_updates_total",
     ),
     *("up_bytes_total", "down_bytes_total", "socket_bytes", "refused_connections_total"),

@@ -46,7 +46,7 @@ PLAIN: list[Order | Note] = [
     Drop(site="west", round=7),
     Finish(write_model=True),
     Ready(process=1, version=-1, port=7443),
-    Initialized(process=1, digest=2**64 - 1),
+    Initialized(process=1, digest=2**64 - 1, squares=2.5),
     Started(process=2),
 ]
 

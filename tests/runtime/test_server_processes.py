@@ -123,13 +123,13 @@ class TwoProcesses:
         """A message of a rank arrives at a process."""
         data = memoryview(pack(message))
         if process == 1:
-            self.worker._inbox.put_bulk((peer, data), peer, len(data))
+            self.worker._inbox.put_bulk((peer, data), peer.site, len(data))
             self.worker._process_next()
         elif isinstance(message, Push | Join):
             self.coordinator._inbox.put_control((peer, data))
             self._coordinate()
         else:
-            self.coordinator._inbox.put_bulk((peer, data), peer, len(data))
+            self.coordinator._inbox.put_bulk((peer, data), peer.site, len(data))
             self._coordinate()
 
     def _coordinate(self) -> None:

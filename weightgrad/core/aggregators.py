@@ -125,9 +125,15 @@ class Memory:
 
 
 class Aggregator(ABC):
-    """Turns the pushes of a round into what moves the global model."""
+    """Turns the pushes of a round into what moves the global model.
+
+    Attributes:
+        limit: a push whose norm is more than so many times the median norm of its round weighs less in proportion, so
+            that no push moves the mean further than that; 0: no limit.
+    """
 
     word: ClassVar[str]
+    limit: float = 0.0
 
     @abstractmethod
     def combine(
@@ -152,6 +158,11 @@ class Aggregator(ABC):
 class Mean(Aggregator):
     """Mean over all sites of the round; a site that sent nothing counts as zero."""
 
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        check("mean", "limit", self.limit, 0, 1e9)
+
     def combine(
         self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
     ) -> Tensor | None:
@@ -164,6 +175,11 @@ class Mean(Aggregator):
 @dataclass(frozen=True)
 class SenderMean(Aggregator):
     """For each entry, the mean over the sites that sent it (SparseLoCo)."""
+
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        check("sender_mean", "limit", self.limit, 0, 1e9)
 
     def combine(
         self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
@@ -183,6 +199,11 @@ class SenderMean(Aggregator):
 @dataclass(frozen=True)
 class Sum(Aggregator):
     """Sum: every site's update counts in full (Gaia)."""
+
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        check("sum", "limit", self.limit, 0, 1e9)
 
     def combine(
         self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
@@ -231,15 +252,20 @@ class Median(Aggregator):
 @part("aggregator", "outer")
 @dataclass(frozen=True)
 class Outer(Aggregator):
-    """An outer optimizer on the mean update (DiLoCo): rule "nesterov", "sgd" or "adam"."""
+    """An outer optimizer on the mean update (DiLoCo): rule "nesterov", "sgd" or "adam"; `of` another aggregator."""
 
     rule: str = "nesterov"
     lr: float = 0.7
     momentum: float = 0.9
     beta2: float = 0.99
     eps: float = 1e-8
+    limit: float = 0.0
+    of: str = "mean"
 
     def __post_init__(self) -> None:
+        check("outer", "limit", self.limit, 0, 1e9)
+        if self.of not in _OF:
+            raise StrategyError(f"outer: of = {self.of!r}; wanted {', '.join(_OF)}")
         if self.rule not in ("nesterov", "sgd", "adam"):
             raise StrategyError(f'outer: rule = {self.rule!r}; wanted "nesterov", "sgd" or "adam"')
         check("outer", "lr", self.lr, 0, 1e6)
@@ -253,7 +279,7 @@ class Outer(Aggregator):
         self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
     ) -> Tensor | None:
         """One step of the outer optimizer; its memory of elements that were not sent stays as it is."""
-        mean = Mean().combine(pushes, intervals, weight, memory, scratch)
+        mean = _OF[self.of].combine(pushes, intervals, weight, memory, scratch)
         if mean is None:
             return None
         names = {"sgd": (), "nesterov": ("velocity",), "adam": ("first", "second", "count")}[self.rule]
@@ -274,6 +300,9 @@ class Outer(Aggregator):
             scale = (second / (1 - self.beta2**count)).sqrt_().add_(self.eps)
             mean.copy_(first / (1 - self.momentum**count) / scale)
         mean.mul_(self.lr)
+
+
+_OF: dict[str, Aggregator] = {"mean": Mean(), "median": Median(), "trimmed_mean": TrimmedMean()}
 
 
 def _any(pushes: Sequence[Contribution], intervals: Intervals) -> bool:

@@ -1,4 +1,10 @@
-"""The sites as the global server knows them."""
+"""The sites as the global server knows them.
+
+A site that lets the others wait until it is lost, or whose push is refused, has a fault; many good pushes take one
+away. With the third fault the site is set aside: what it sends still counts, but rounds do not wait for it before it
+has pushed for eight of them, the next time sixteen, and so on. So a site that joins and vanishes in every round, or
+pushes nonsense, costs the others three waits and not one in every round.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+FAULTS = 3
+"""With so many, a site is set aside."""
+GOOD = 20
+"""So many pushes take one fault away."""
+FIRST_ASIDE = 8
+"""Pushes of a site that was set aside for the first time, before rounds wait for it again; then twice as many."""
+MOST_ASIDE = 1024
 
 
 @dataclass
@@ -20,6 +34,10 @@ class Member:
     loads: tuple[int, int] | None = None  # epoch and version of that download: all later results have been sent to it
     pushed_round: int = 0  # the last round it has pushed for
     included_round: int = 0  # the round of its last push that is in a closed round
+    faults: int = 0
+    good: int = 0  # pushes included since the last fault was taken away
+    aside: int = 0  # set aside: pushes that are still to be included before rounds wait for it again
+    times_aside: int = 0
 
 
 @dataclass
@@ -36,9 +54,32 @@ class Members:
         member.live, member.loading = True, False
         return member
 
-    def lose(self, name: str) -> None:
-        """A site is lost: until it joins again, rounds do not wait for it and results do not go to it."""
+    def lose(self, name: str) -> bool:
+        """A site is lost: until it joins again, rounds do not wait for it and results do not go to it.
+
+        Returns:
+            Whether it is set aside from now on.
+        """
         self.by_name[name].live = False
+        return self.fault(name)
+
+    def fault(self, name: str) -> bool:
+        """A site has done what no site should do; whether it is set aside from now on."""
+        member = self.by_name[name]
+        member.faults, member.good = member.faults + 1, 0
+        if member.faults < FAULTS or member.aside:
+            return False
+        member.faults, member.aside = 0, min(FIRST_ASIDE << member.times_aside, MOST_ASIDE)
+        member.times_aside += 1
+        return True
+
+    def included(self, name: str) -> None:
+        """A push of a site is in a closed round, and was not refused."""
+        member = self.by_name[name]
+        member.aside = max(0, member.aside - 1)
+        member.good += 1
+        if member.good >= GOOD:
+            member.faults, member.good = max(0, member.faults - 1), 0
 
     def leave(self, name: str) -> None:
         """A site leaves for good, unless it joins again; a site that never joined changes nothing."""
@@ -48,7 +89,13 @@ class Members:
 
     @property
     def awaited(self) -> list[str]:
-        """The names of the sites that rounds wait for."""
+        """The names of the sites that rounds wait for: not those that are set aside, unless all are."""
+        found = self.training
+        return [name for name in found if not self.by_name[name].aside] or found
+
+    @property
+    def training(self) -> list[str]:
+        """The names of the sites that are here and have not finished."""
         return [one.name for one in self.by_name.values() if one.live and not one.done and not one.loading]
 
     @property
@@ -62,14 +109,23 @@ class Members:
         for name, member in self.by_name.items():
             # A last push that is not in a closed round yet comes again after a restart, and is awaited.
             over = member.done and member.included_round >= member.pushed_round
-            found[name] = torch.tensor([int(member.live), int(over), member.included_round])
+            standing = [member.faults, member.good, member.aside, member.times_aside]
+            found[name] = torch.tensor([int(member.live), int(over), member.included_round, *standing])
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self.by_name = {}
         for name, tensor in state.items():
-            live, done, included = (int(number) for number in tensor)
+            live, done, included, faults, good, aside, times = (int(number) for number in tensor)
             self.by_name[name] = Member(
-                name, live=bool(live), done=bool(done), pushed_round=included, included_round=included
+                name,
+                live=bool(live),
+                done=bool(done),
+                pushed_round=included,
+                included_round=included,
+                faults=faults,
+                good=good,
+                aside=aside,
+                times_aside=times,
             )

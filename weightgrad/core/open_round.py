@@ -12,6 +12,7 @@ from typing import Any
 
 from weightgrad.core.agreement import Signs
 from weightgrad.core.controller import Decision
+from weightgrad.core.server_shard import PushFacts
 from weightgrad.wire.messages import Message, Push, RoundResult
 
 
@@ -26,12 +27,16 @@ class OpenRound:
     late_senders: set[str] = field(default_factory=set)  # sent only what an earlier round closed without
     included: dict[str, int] = field(default_factory=dict)  # site -> the round of its newest push here
     pushes: list[Push] = field(default_factory=list)  # in the order of arrival, without their values
-    numel: dict[tuple[str, int], int] = field(default_factory=dict)  # (site, round) -> elements that the push covers
+    facts: dict[tuple[str, int], PushFacts] = field(default_factory=dict)  # (site, round) -> what its values are
     arrivals: dict[str, tuple[float, int]] = field(default_factory=dict)  # site -> (time, bytes) of its newest push
     rejoined: set[str] = field(default_factory=set)  # joined since they pushed: may have forgotten it
+    refused: dict[tuple[str, int], str] = field(
+        default_factory=dict
+    )  # (site, round) of a push -> why it counts as empty
+    out_of_line: dict[tuple[str, int], str] = field(default_factory=dict)  # those of them that were found as it closed
     overdue_reported: bool = False  # whether the sites that hold the others back have been reported
 
-    def receive(self, push: Push, now: float, *, nbytes: int, late: bool, numel: int) -> None:
+    def receive(self, push: Push, now: float, *, nbytes: int, late: bool, facts: PushFacts) -> None:
         """Take in a push.
 
         Args:
@@ -39,10 +44,10 @@ class OpenRound:
             now: the time.
             nbytes: its size on the wire.
             late: whether it was made for a round that has closed without it.
-            numel: the elements that it covers; 0 if it is empty or was refused.
+            facts: what was found in its values.
         """
         self.pushes.append(replace(push, segments=()))
-        self.numel[push.site, push.round] = numel
+        self.facts[push.site, push.round] = facts
         self.arrivals[push.site] = (now, nbytes)
         self.step = max(self.step, push.step)
         self.up_bytes += nbytes
@@ -50,6 +55,11 @@ class OpenRound:
         if late:
             self.late_senders.add(push.site)
         self.included[push.site] = push.round
+
+    def counts(self, push: Push) -> bool:
+        """Whether a push has anything in it that was not refused."""
+        key = (push.site, push.round)
+        return key not in self.refused and self.facts[key].numel > 0
 
     def missing_from(self, awaited: Sequence[str]) -> list[str]:
         """Those of the awaited sites that have not pushed."""
@@ -109,3 +119,4 @@ class Outbox:
     lost: list[str] = field(default_factory=list)
     held_back: list[str] = field(default_factory=list)  # the sites that hold the others back
     refused: list[tuple[str, str]] = field(default_factory=list)  # (site, reason) of pushes counted as empty
+    aside: list[str] = field(default_factory=list)  # the sites that are set aside from now on

@@ -15,6 +15,8 @@ comes after its round has closed goes into the round that is open.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Codec, Fp32
 from weightgrad.core.aggregators import Aggregator
+from weightgrad.core.agreed_numbers import MOST_RATE, AgreedNumbers
 from weightgrad.core.agreement import Signs
 from weightgrad.core.consistency import Consistency
 from weightgrad.core.controller import Auto, Controller, Decision
@@ -51,6 +54,9 @@ from weightgrad.wire.messages import (
 )
 
 _HEADERS = 4096  # round results that are remembered without their values
+LIVES = 4
+"""A site that was restarted without its state may push so often for as many rounds as it may be ahead."""
+_AHEAD_ALONE = 4096  # rounds that a site may count further than the server, where each push is a round of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,8 @@ class ServerStrategy:
     adapts: bool = False  # t_global is the least timeout, and grows with the length of rounds
     auto: Auto | None = None  # the server sets the sync schedule
     relay: int = 0  # with so many sites or fewer, pushes are relayed as they came
+    rounds_ahead: int = 1  # a site may push for so many rounds after the last closed one
+    steps_a_round: float = math.inf  # a site does at most so many steps from one round to the next
 
     @property
     def for_shard(self) -> ServerShardPlan:
@@ -82,7 +90,13 @@ class ServerStrategy:
             keep_loss=self.keep_loss,
             flush=self.flush,
             compensation=self.consistency.compensation,
+            most_waiting=self.most_waiting,
         )
+
+    @property
+    def most_waiting(self) -> int:
+        """How many pushes of a site may wait for their rounds to close, those of its former lives too."""
+        return LIVES * (2 if self.consistency.alone else self.rounds_ahead)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +140,8 @@ class ServerCoordinator:
         controller: sets the sync schedule under `auto`; None where the strategy is fixed.
         first_digest: the digest of the first global model; a site that has it needs no download.
         buffers: those of the sites' modules.
+        first_norm: the norm of the first global model; a first push of that size is plausible.
+        most_rate: the largest learning rate that a site may state.
         aligned: whether every piece of a push is needed by one rank of each other site, so that pushes can be relayed.
     """
 
@@ -137,6 +153,8 @@ class ServerCoordinator:
         self.controller = Controller(plan.auto, numel) if plan.auto is not None else None
         self.first_digest: int | None = None
         self.buffers = SharedBuffers()
+        self.first_norm = 0.0
+        self.most_rate = MOST_RATE
         self.aligned = True
         self._guard = guard
         self._deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
@@ -144,7 +162,7 @@ class ServerCoordinator:
         self._rounds: dict[int, OpenRound] = {}  # the open rounds, by number
         self._closing: tuple[int, OpenRound] | None = None  # the round that the shards are closing
         self._last_closed = 0  # the number of the last closed round
-        self._samples: int | None = None  # of the first push: the unit of weights
+        self._agreed = AgreedNumbers()
         self._has_residual = False  # whether results may have lost something
         self._results: dict[int, RoundResult] = {}  # the last results without their values, by version
         self._first_result = 2**62  # the oldest version whose values every shard still has
@@ -182,8 +200,7 @@ class ServerCoordinator:
                 oldest.overdue_reported = True
                 out.held_back = missing
             if self._deadlines.is_lost(oldest, now):
-                for name in missing:
-                    self.members.lose(name)
+                out.aside += [name for name in missing if self.members.lose(name)]
                 out.lost = missing
         return out
 
@@ -233,9 +250,41 @@ class ServerCoordinator:
             return False
         return True
 
+    def check_push(self, push: Push) -> None:
+        """Refuse a push with numbers that no site can have, before anything is done or written because of it.
+
+        Args:
+            push: the push; its values are not looked at.
+
+        Raises:
+            ProtocolError: a number is beyond what the consistency and the trigger allow.
+        """
+        plan, who = self.plan, f"{push.site} pushes for round {push.round}"
+        member = self.members.by_name.get(push.site)
+        pushed = 0 if member is None else member.pushed_round
+        limit = max(pushed, self._last_closed) + (_AHEAD_ALONE if plan.consistency.alone else plan.rounds_ahead)
+        if not plan.consistency.alone:
+            limit = min(limit, self._last_closed + plan.most_waiting)
+        if push.round > limit:
+            raise ProtocolError(
+                f"{who}, and the server has closed round {self._last_closed}: with {plan.consistency.word} it cannot "
+                f"be further than {limit}; restart the site from its checkpoint"
+            )
+        most = plan.steps_a_round * (max(push.round, self._last_closed + 1) + 1 + plan.rounds_ahead)
+        if push.step > most:
+            raise ProtocolError(
+                f"{who} at step {push.step}; with at most {plan.steps_a_round:g} steps from one round to the next "
+                f"it cannot be past step {most:g}; restart the site from its checkpoint"
+            )
+        if push.rate is not None and push.rate > self.most_rate:
+            raise ProtocolError(
+                f"{who} with a learning rate of {push.rate:g}; the server takes at most {self.most_rate:g}, a hundred "
+                "times that of its recipe"
+            )
+
     def is_open(self, site: str, round_: int) -> bool:
         """Whether a push is in a round that has not closed."""
-        return any((site, round_) in opened.numel for opened in self._rounds.values())
+        return any((site, round_) in opened.facts for opened in self._rounds.values())
 
     def receive_push(self, push: Push, facts: PushFacts, size: int, now: float, out: Decisions) -> None:
         """Take a push into its round; all shards have its values.
@@ -254,21 +303,45 @@ class ServerCoordinator:
             self._open_round(number, push.site, now, out)
         self._links.receive(push)
         late = push.round < number and push.seen < self.version
-        refusal = None if self._guard is None else self._guard.check(push, facts)
+        opened = self._rounds[number]
+        refusal = None if self._guard is None else self._guard.problem(push, facts)
         if refusal is not None:
+            opened.refused[push.site, push.round] = refusal
             out.refused.append((push.site, refusal))
             push = replace(push, buffers={})
-        counted = 0 if refusal is not None else facts.numel
-        self._rounds[number].receive(push, now, nbytes=size, late=late, numel=counted)
+        opened.receive(push, now, nbytes=size, late=late, facts=facts)
         member.pushed_round = push.round
         member.done = push.final  # a site that had left and pushes again is awaited again
         member.loading = False
 
     def _weight(self, push: Push) -> float:
         """The weight of a push, by its samples and its staleness."""
-        if self._samples is None:
-            self._samples = max(push.samples, 1)
-        return push.samples / self._samples * self.plan.consistency.weight(self.version - push.seen)
+        return self._agreed.weight(push) * self.plan.consistency.weight(self.version - push.seen)
+
+    def _judge(self, closing: OpenRound, rate: float | None) -> None:
+        """Let the guard compare the pushes of a round with each other and with what is usual."""
+        if self._guard is None:
+            return
+        norms = [
+            (push, math.sqrt(closing.facts[push.site, push.round].squares))
+            for push in sorted(closing.pushes, key=lambda push: (push.site, push.round))
+            if (push.site, push.round) not in closing.refused
+        ]
+        plausible = self.first_norm if rate is None else self.first_norm / rate if rate > 0 else math.inf
+        closing.out_of_line = self._guard.judge(norms, plausible)
+        closing.refused |= closing.out_of_line
+
+    def _limited(self, pushes: tuple[ClosedPush, ...], closing: OpenRound) -> tuple[ClosedPush, ...]:
+        """Weigh down the pushes that are larger than the aggregator's limit allows."""
+        limit = self.plan.aggregator.limit
+        norms = {push: math.sqrt(closing.facts[push.site, push.round].squares) for push in pushes if push.counts}
+        usual = statistics.median_low([norm for norm in norms.values() if norm > 0] or [0.0])
+        if not limit or not usual:
+            return pushes
+        return tuple(
+            replace(push, weight=push.weight * min(1.0, limit * usual / norms[push])) if norms.get(push) else push
+            for push in pushes
+        )
 
     # -- rounds --------------------------------------------------------------------------------
 
@@ -288,17 +361,21 @@ class ServerCoordinator:
             return None
         closing = self._rounds.pop(number)
         self._closing = number, closing
+        senders = sorted(closing.pushes, key=lambda push: (push.site, push.round))
+        self._agreed.take(senders)
+        rate = self._agreed.rate(senders, alone=self.plan.consistency.alone)
+        self._judge(closing, rate)
         pushes = tuple(
             ClosedPush(
                 site=push.site,
                 round=push.round,
                 weight=self._weight(push),
                 seen=push.seen,
-                counts=closing.numel[push.site, push.round] > 0,
+                counts=closing.counts(push),
             )
-            for push in sorted(closing.pushes, key=lambda push: (push.site, push.round))
+            for push in senders
         )
-        rates = [push.rate for push in sorted(closing.pushes, key=lambda push: push.site) if push.rate is not None]
+        pushes = self._limited(pushes, closing)
         lossy = not isinstance(self.down, Fp32)
         relays = len(self.members.by_name) <= self.plan.relay and not self._has_residual and lossy and self.aligned
         sent = any(push.counts for push in pushes)
@@ -311,13 +388,13 @@ class ServerCoordinator:
                 round=number,
                 step=max(closing.step, self.step),
                 included=dict(closing.included),
-                rate=rates[-1] if rates and sent else None,
+                rate=rate if sent else None,
             ),
             pushes=pushes,
             weight=self._total_weight(closing, sum(push.weight for push in pushes)),
             down=None if self.controller is None else self.controller.now.down,
             relays=relays,
-            last=not self.members.awaited,
+            last=not self.members.training,
             compares=self.controller is not None and self.controller.compares(number),
             sites=len(self.members.by_name),
             receivers={name: relays and name not in told_all for name in self.members.listening},
@@ -369,6 +446,13 @@ class ServerCoordinator:
             self.members.by_name[name].included_round = round_
         if result.buffers:  # those of before are of no use to anybody
             self._results |= {one: replace(past, buffers={}) for one, past in self._results.items() if past.buffers}
+        for push in closing.pushes:
+            refused = (push.site, push.round) in closing.refused
+            if not refused:
+                self.members.included(push.site)
+            elif self.members.fault(push.site):
+                out.aside.append(push.site)
+        out.refused += [(site, why) for (site, _), why in closing.out_of_line.items()]
         self._results[result.version] = _header(result)
         self._first_result = max(part.first_result for part in parts)
         while len(self._results) > _HEADERS or min(self._results) < min(self._first_result, result.version):
@@ -390,7 +474,11 @@ class ServerCoordinator:
 
     def _combined_buffers(self, closing: OpenRound) -> Mapping[str, Tensor]:
         """The buffers of all sites that count, if a push of this round has brought some."""
-        brought = [push for push in sorted(closing.pushes, key=lambda push: push.round) if push.buffers]
+        brought = [
+            push
+            for push in sorted(closing.pushes, key=lambda push: push.round)
+            if push.buffers and (push.site, push.round) not in closing.refused
+        ]
         for push in brought:
             self.buffers.take(push.site, push.samples, push.buffers)
         members = self.members.by_name.values()
@@ -473,8 +561,9 @@ class ServerCoordinator:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that must survive the end of a round, as named tensors. Open rounds are not part of it."""
-        numbers = [self.version, self.step, self._last_closed, self._samples or 0, int(self._has_residual)]
+        numbers = [self.version, self.step, self._last_closed, int(self._has_residual)]
         found = {"clock": torch.tensor(numbers), **with_prefix("member.", self.members.state())}
+        found |= with_prefix("agreed.", self._agreed.state())
         for version, result in self._results.items():
             if result.schedule is not None:
                 found[f"schedule.{version}"] = schedule_to_tensor(result.schedule)
@@ -492,8 +581,9 @@ class ServerCoordinator:
             state: the named tensors.
             results: the last results up to the version of the checkpoint, as far as all shards still have their values.
         """
-        self.version, self.step, self._last_closed, samples, residual = (int(number) for number in state["clock"])
-        self._samples, self._has_residual = samples or None, bool(residual)
+        self.version, self.step, self._last_closed, residual = (int(number) for number in state["clock"])
+        self._has_residual = bool(residual)
+        self._agreed.load(without_prefix("agreed.", state))
         self.buffers.load(without_prefix("buffers.", state))
         if self._guard is not None:
             self._guard.load(without_prefix("guard.", state))

@@ -124,6 +124,7 @@ class ServerShardPlan:
     keep_loss: bool
     flush: Codec | None
     compensation: float = 0.0
+    most_waiting: int = 8  # pushes of a site that may wait for their rounds to close
 
 
 class ServerShard:
@@ -151,7 +152,7 @@ class ServerShard:
         """Encoded pushes of rounds that have not closed, by site and round."""
         self.aligned = True
         """Whether sites can be sent each other's pushes as they are, without a piece that two ranks of a site need."""
-        self._plan = plan
+        self.plan = plan
         self._scratch = Scratch()
         self._downloads_key = derive(key, ServerStream.DOWNLOADS)
         self.residual = Residual(self.served, plan.down, key, keep_loss=plan.keep_loss, scratch=self._scratch)
@@ -265,7 +266,7 @@ class ServerShard:
         model, found = self.global_model, []
         model.advance(result)
         for piece in cut:
-            update = self._plan.aggregator.combine(pushes, piece.intervals, order.weight, self._memory, self._scratch)
+            update = self.plan.aggregator.combine(pushes, piece.intervals, order.weight, self._memory, self._scratch)
             segment = self._encode(order, piece, update, flushes=flushes)
             if segment is not None:
                 found.append(segment)
@@ -283,7 +284,7 @@ class ServerShard:
         if update is None:
             update = self._scratch.of("total", piece.numel).zero_()
         codec = None if order.down is None else codecs.parse(order.down)
-        selector = self._plan.down_selector if self._plan.down_selector.needs_residual else All()
+        selector = self.plan.down_selector if self.plan.down_selector.needs_residual else All()
         if flushes:  # all have finished: what the codec of results would lose, or has lost, goes out too
             selector, codec = All(), self._flush
             left = self.residual.of(piece.intervals)
@@ -303,7 +304,7 @@ class ServerShard:
         return look
 
     def _cut_anew(self, elements: Intervals) -> tuple[Piece, ...]:
-        return pieces.common(elements, self.holdings.values(), self.layout, per_tensor=self._plan.per_tensor)
+        return pieces.common(elements, self.holdings.values(), self.layout, per_tensor=self.plan.per_tensor)
 
     def set_holdings(self, site: str, ranks: Sequence[Intervals]) -> None:
         """Say what the ranks of a site hold, so that results are cut where no two ranks must share a piece."""
@@ -318,7 +319,7 @@ class ServerShard:
             parts = [held & self.served for held in ranks]
             for sender, others in self.holdings.items() if len(parts) > 1 else ():
                 for held in others if sender != site else ():
-                    cut = pieces.cut(held & self.served, self.layout, per_tensor=self._plan.per_tensor)
+                    cut = pieces.cut(held & self.served, self.layout, per_tensor=self.plan.per_tensor)
                     if any(sum(bool(piece.intervals & own) for own in parts) > 1 for piece in cut):
                         return False
         return True

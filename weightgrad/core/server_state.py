@@ -9,6 +9,7 @@ again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ from weightgrad.core.server_coordinator import (
 from weightgrad.core.server_shard import ServerShard, values_bytes
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
+from weightgrad.kernels.moments import moments
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_parts import of_holder, without_values
 from weightgrad.wire.messages import Join, JoinReply, Leave, Message, Push, ServerRestarted, nbytes
@@ -70,6 +72,7 @@ class ServerState:
             ServerShard(part, plan.for_shard, key, make_log(part.held.numel)) for part in parts or [global_model]
         ]
         self.global_model = global_model
+        self.coordinator.first_norm = math.sqrt(moments(global_model.vector).squares)
         self._copies = bool(parts)
 
     @property
@@ -120,10 +123,12 @@ class ServerState:
             The messages to send, and what has happened.
 
         Raises:
-            ProtocolError: the message is one that only sites receive, or the site is ahead of the server.
+            ProtocolError: the message is one that only sites receive, or has numbers that no site can have.
         """
         if isinstance(message, Push):
             out = Decisions()
+            if message.seen <= self.coordinator.version:  # else the server has forgotten rounds, and asks for a Join
+                self.coordinator.check_push(message)
             if self.coordinator.expects(message, out):
                 own = [message.segments]
                 if len(self.shards) > 1:
@@ -152,6 +157,8 @@ class ServerState:
             self._copy()
             out.messages += closed.messages
             out.closed += closed.closed
+            out.refused += closed.refused
+            out.aside += closed.aside
         return out
 
     def _reply(self, download: Download) -> JoinReply:

@@ -44,6 +44,11 @@ class Trigger(ABC):
         """Whether the server must request the push of the other sites."""
         return False
 
+    @property
+    def most_steps(self) -> float:
+        """The most steps between two rounds of a site; what says it did more is refused."""
+        return math.inf
+
     @abstractmethod
     def fires(self, moment: Moment) -> bool:
         """Whether a round starts now."""
@@ -73,6 +78,11 @@ class Every(Trigger):
     def __post_init__(self) -> None:
         check("every", "steps", self.steps, 1, 10**9, whole=True)
 
+    @property
+    def most_steps(self) -> float:
+        """The number of steps."""
+        return self.steps
+
     def fires(self, moment: Moment) -> bool:
         """True at multiples of `steps`."""
         return moment.step % self.steps == 0
@@ -91,6 +101,11 @@ class Scheduled(Trigger):
 
     def __post_init__(self) -> None:
         check("scheduled", "steps", self.steps, 1, 10**9, whole=True)
+
+    @property
+    def most_steps(self) -> float:
+        """Without a sync schedule, which may say more."""
+        return self.steps
 
     def fires(self, moment: Moment) -> bool:
         """True when so many steps have gone by since the last round began."""
@@ -114,6 +129,11 @@ class Staggered(Trigger):
         check("staggered", "fragments", self.fragments, 1, 10**6, whole=True)
         if self.fragments > self.steps:
             raise StrategyError(f"staggered: {self.fragments} fragments in {self.steps} steps; at most one a step")
+
+    @property
+    def most_steps(self) -> float:
+        """From one fragment to the next."""
+        return -(-self.steps // self.fragments)
 
     def fires(self, moment: Moment) -> bool:
         """True at the offset of a fragment."""
@@ -167,6 +187,11 @@ class Significance(Trigger):
     def calls(self) -> bool:
         """True where rounds are not at fixed steps."""
         return self.every == 0
+
+    @property
+    def most_steps(self) -> float:
+        """Those between two checks; with 0, those after which a round starts in any case."""
+        return self.every or self.at_most
 
     def fires(self, moment: Moment) -> bool:
         """True at multiples of `every`; with 0, when the update is significant."""

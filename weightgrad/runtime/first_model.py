@@ -7,6 +7,8 @@ sites say before that waits.
 
 from __future__ import annotations
 
+import math
+
 from weightgrad.core import pieces
 from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.runtime.admission import Admission, RunConfig, ServedBy
@@ -83,6 +85,11 @@ class FirstModel:
     def digest(self) -> int:
         """The digest of the whole model."""
         return sum(part.digest for part in self._parts.values()) % 2**64
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole model."""
+        return math.sqrt(sum(part.squares for part in self._parts.values()))
 
     def join(self, join: Join) -> None:
         """A site asks to join before there is a model."""

@@ -83,6 +83,9 @@ class ServerMetrics(MetricSet):
         self.refused_updates_total = self._counter(
             "refused_updates_total", "Updates of a site that were refused and counted as empty.", "site"
         )
+        self.sites_set_aside_total = self._counter(
+            "sites_set_aside_total", "How often a site was set aside, so that rounds do not wait for it.", "site"
+        )
 
     def _add_traffic_metrics(self) -> None:
         self.up_bytes_total = self._counter("up_bytes_total", "Encoded bytes of all messages from a site.", "site")

@@ -57,6 +57,17 @@ _SOCKETS_S = 2.0  # between two counts of the bytes on sockets
 _CONTROL_LIMITS = MessageLimits(max_bytes=1 << 20)
 
 
+def _closes(found: tuple[Peer | int, bytes | memoryview]) -> bool:
+    """Whether a message helps to close a round: the word of another process that it has closed its part."""
+    sender, data = found
+    return isinstance(sender, int) and isinstance(parse(bytes(data)), Closed)
+
+
+def _anything(found: tuple[Peer | int, bytes | memoryview]) -> bool:
+    del found
+    return True
+
+
 class _HungUp(bytes):
     """The Leave of a site that has closed its session and has not sent one."""
 
@@ -252,15 +263,7 @@ class GlobalServer:
         closing = self.rounds is not None and self.rounds.closing
         if self._deferred and not closing:
             return self._deferred.popleft()
-        found = self._inbox.get(timeout)
-        if not closing or found is None:
-            return found
-        sender, data = found
-        waits = not isinstance(parse(bytes(data)), Closed) if isinstance(sender, int) else is_control(data)
-        if not waits:
-            return found
-        self._deferred.append(found)
-        return None
+        return self._inbox.get(timeout, accepts=_closes if closing else _anything)
 
     def _report_late_round(self) -> None:
         """Report, once a round, that the oldest open round takes much longer than the rounds before."""
@@ -354,7 +357,7 @@ class GlobalServer:
         self.process.start_serving()
         self.rounds = self._make_rounds(admission.layout.numel)
         coordinator = self.rounds.coordinator
-        coordinator.first_digest = self.first_model.digest
+        coordinator.first_digest, coordinator.first_norm = self.first_model.digest, self.first_model.norm
         admission.initialized = True
         for name in self.run_config.sites:
             coordinator.members.join(name)
@@ -391,6 +394,7 @@ class GlobalServer:
         facts = {
             **self._identity.facts(self.admission.layout.numel if self.admission.layout is not None else 0),
             "first_digest": self.coordinator.first_digest,
+            "first_norm": self.coordinator.first_norm,
             "optimizer": self.admission.optimizer,
             "servers": [[one.address, [list(span) for span in one.spans]] for one in self.admission.servers],
             "codec_bytes_s": speed,
@@ -415,7 +419,7 @@ class GlobalServer:
         ]
         self.rounds = self._make_rounds(self.admission.layout.numel)
         coordinator = self.rounds.coordinator
-        coordinator.first_digest = found.facts["first_digest"]
+        coordinator.first_digest, coordinator.first_norm = found.facts["first_digest"], found.facts["first_norm"]
         if coordinator.controller is not None and found.facts["codec_bytes_s"] is not None:
             coordinator.controller.codec_bytes_s = found.facts["codec_bytes_s"]
         coordinator.load(own)
@@ -475,9 +479,9 @@ class GlobalServer:
         if control != is_control(data):
             raise ProtocolError(f"{peer} sent a message on the wrong lane")
         if control:
-            self._inbox.put_control((peer, data))
+            self._inbox.put_control((peer, data), peer.site, len(data))
         else:
-            self._inbox.put_bulk((peer, data), peer, len(data))
+            self._inbox.put_bulk((peer, data), peer.site, len(data))
 
     def on_lost(self, peer: Peer, left: bool) -> None:
         """See `Application.on_lost`."""

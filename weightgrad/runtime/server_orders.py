@@ -88,6 +88,7 @@ class Initialized:
 
     process: int
     digest: int
+    squares: float  # of its elements
 
 
 @dataclass(frozen=True, kw_only=True)

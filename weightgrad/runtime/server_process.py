@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from weightgrad.core import pieces
 from weightgrad.core.global_model import WEIGHTS, GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizer_spec import OptimizerSpec
@@ -24,7 +26,9 @@ from weightgrad.core.strategies import Strategy
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError, WeightGradError
 from weightgrad.kernels import fixed
+from weightgrad.kernels.moments import moments
 from weightgrad.kernels.noise import derive
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server_orders import Begin, Complete, Initialized, Note
 from weightgrad.runtime.server_storage import Input, ServerStorage
 from weightgrad.runtime.shard_server import ShardServer
@@ -39,6 +43,7 @@ log = logging.getLogger("weightgrad.serve")
 LEAST_RESULT_BYTES = 16 << 20
 """Of results that are kept for sites that were away, at least."""
 _RESULT_BYTES_A_PARAMETER = 2
+MOST_MESSAGE_BYTES = 256 << 20
 
 Sent = Callable[[str, int], None]
 """Counts a message to a site."""
@@ -93,6 +98,7 @@ class ServerProcess:
         self._first: _FirstModel | None = None
         self._early: dict[Peer, bytes] = {}
         self._positions: dict[tuple[str, int], int] = {}  # where the log has the first part of an open push
+        self._holdings = SeldomActions(per_s=1.0, burst=32)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -121,7 +127,7 @@ class ServerProcess:
         numel = self.serving.shard.layout.numel if self.serving is not None else None
         if numel is None and self._first is not None:
             numel = self._first.shard.layout.numel
-        return MessageLimits(max_bytes=256 << 20, max_elements=numel or 2**40)
+        return MessageLimits(max_bytes=MOST_MESSAGE_BYTES, max_elements=numel or 2**40)
 
     def handle(self, peer: Peer, data: bytes | memoryview, now: float, position: int | None = None) -> list[Note]:
         """Take a bulk message.
@@ -151,12 +157,16 @@ class ServerProcess:
             return []
         if self.serving is None:
             raise ProtocolError(f"{peer} sent a {type(message).__name__} before there was a global model")
+        if isinstance(message, PushPart):
+            self.serving.check_part(message, len(data))
+        elif position is None and not self._holdings.try_take(peer):
+            raise ProtocolError(f"{peer} says what it holds more often than once a second")
         position = self.record(Input.BULK, now, data) if position is None else position
         if isinstance(message, Holding):
             self.serving.hold(message)
             return []
         self.needed_from((message.site, message.round), position)
-        complete = self.serving.push_part(message)
+        complete = self.serving.push_part(message, len(data))
         return [] if complete is None else [Complete(process=self.number, push=complete)]
 
     # -- the first model -----------------------------------------------------------------------
@@ -179,7 +189,11 @@ class ServerProcess:
             first.arrived = first.arrived | (segment.intervals & first.shard.served)
         if first.arrived.numel < first.shard.served.numel:
             return []
-        return [Initialized(process=self.number, digest=first.shard.global_model.digest_value())]
+        model = first.shard.global_model
+        squares = moments(model.vector).squares
+        if not math.isfinite(squares):
+            raise ProtocolError(f"{peer} sent a first global model that is not finite; the next site may send its own")
+        return [Initialized(process=self.number, digest=model.digest_value(), squares=squares)]
 
     @property
     def expects_model(self) -> bool:
@@ -208,12 +222,22 @@ class ServerProcess:
         source = OptimizerSpec.parse(begin.optimizer) if gradients and begin.optimizer is not None else None
         model = GlobalModel(layout, torch.zeros(served.numel), optimizer=source, rate=_no_learning_rate, held=served)
         usual = max(LEAST_RESULT_BYTES, _RESULT_BYTES_A_PARAMETER * served.numel)
-        results = MemoryResultLog(usual if self._result_bytes is None else self._result_bytes)
+        kept = usual if self._result_bytes is None else self._result_bytes
+        results = MemoryResultLog(kept)
         key = derive(self._seed, RunStream.GLOBAL_SERVER)
-        return ServerShard(model, strategy.for_server().for_shard, key, results)
+        shard = ServerShard(model, strategy.for_server().for_shard, key, results)
+        self._limit_transport(shard, kept)
+        return shard
 
     def _serve(self, shard: ServerShard) -> ShardServer:
         return ShardServer(shard, self.send, self._waiting_bytes)
+
+    def _limit_transport(self, shard: ServerShard, result_bytes: int) -> None:
+        """Let a rank send no longer messages than this model has, and keep only so much for one that does not read."""
+        largest = max((slot.numel for slot in shard.layout.slots), default=0) if shard.plan.per_tensor else pieces.PIECE
+        self.transport.max_message = min(MOST_MESSAGE_BYTES, 8 * largest + (8 << 20))
+        vectors = len(shard.global_model.vectors())
+        self.transport.max_queued = (64 << 20) + 8 * vectors * shard.served.numel + result_bytes
 
     def _waiting_bytes(self, peer: Peer) -> int | None:
         status = self.transport.sessions().get(peer)

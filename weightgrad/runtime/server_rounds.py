@@ -16,6 +16,7 @@ from weightgrad.core.server_shard import ClosedPart, CloseOrder
 from weightgrad.core.shared_buffers import BUFFER
 from weightgrad.core.vector_checks import with_prefix
 from weightgrad.errors import ProtocolError
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import Close, Closed, Complete, Drop, Provide, to_bytes
 from weightgrad.runtime.server_process import ServerProcess
@@ -32,6 +33,7 @@ Send = Callable[[str, Message], None]
 class _PendingPush:
     """A push that is not complete yet: its control message, and what each process has found."""
 
+    since: int  # the version of the global model when its first word came
     header: Push | None = None
     complete: dict[int, CompletePush] = field(default_factory=dict)
 
@@ -68,6 +70,7 @@ class ServerRounds:
         """The rounds that were closed again from the log."""
         self._process, self._group, self._telemetry, self._send = process, group, telemetry, send
         self._pending: dict[tuple[str, int], _PendingPush] = {}
+        self._joins = SeldomActions(per_s=1.0, burst=32)
         self._closing: _Closing | None = None
         self._after_closing: list[Complete] = []  # what this process found while others were closing
 
@@ -104,6 +107,8 @@ class ServerRounds:
         """
         if isinstance(message, Push):
             self._check_push(message)
+        elif position is None and not self._joins.try_take(message.site):
+            raise ProtocolError(f"{message.site} joins and leaves more often than once a second")
         position = position if position is not None else self._process.record(Input.CONTROL, now, data)
         if isinstance(message, Push):
             self._receive_push(message, now, position)
@@ -124,6 +129,7 @@ class ServerRounds:
             )
         if self._serving.shard.global_model.takes_gradients and push.rate is None:
             raise ProtocolError(f"{push.site} sent gradients without the learning rate to step with")
+        self.coordinator.check_push(push)
 
     def _receive_push(self, push: Push, now: float, position: int) -> None:
         key = (push.site, push.round)
@@ -133,7 +139,7 @@ class ServerRounds:
             self._carry_out(out, now)
             return
         self._process.needed_from(key, position)
-        self._pending.setdefault(key, _PendingPush()).header = push
+        self._pending.setdefault(key, _PendingPush(self.coordinator.version)).header = push
         self._take_if_complete(key, now)
 
     def wake(self, now: float) -> None:
@@ -157,7 +163,7 @@ class ServerRounds:
         if self._is_taken(key):  # sent again, since the site could not know that it had been received
             self._drop_unless_open(key)
             return
-        self._pending.setdefault(key, _PendingPush()).complete[note.process] = note.push
+        self._pending.setdefault(key, _PendingPush(self.coordinator.version)).complete[note.process] = note.push
         self._take_if_complete(key, now)
 
     # -- pushes --------------------------------------------------------------------------------
@@ -202,6 +208,8 @@ class ServerRounds:
                 self._telemetry.held_back(name)
             for name in out.lost:
                 self._telemetry.lost(name)
+            for name in out.aside:
+                self._telemetry.set_aside(name, self.coordinator.members.by_name[name].aside)
         if out.downloads or out.closed:
             self._process.sync()
         if not self._process.replaying:
@@ -242,7 +250,10 @@ class ServerRounds:
         parts = [closing.parts[process] for process in sorted(closing.parts)]
         out = self.coordinator.round_closed(closing.order, parts, now)
         self._process.round_closed({(push.site, push.round) for push in closing.order.pushes})
-        for key in [key for key in self._pending if self._is_taken(key)]:  # the site will not complete them
+        oldest = self.coordinator.version - 2 * self.coordinator.plan.most_waiting
+        for key in [  # the site will not complete them
+            key for key, pending in self._pending.items() if self._is_taken(key) or pending.since < oldest
+        ]:
             del self._pending[key]
             self._drop_unless_open(key)
         for closed in out.closed:

@@ -290,7 +290,7 @@ class ServerWorker:
         """See `Application.on_message`."""
         if control:
             raise ProtocolError(f"{peer} sent a control message to a process that is not the coordinator")
-        self._inbox.put_bulk((peer, data), peer, len(data))
+        self._inbox.put_bulk((peer, data), peer.site, len(data))
 
     def on_lost(self, peer: Peer, left: bool) -> None:
         """See `Application.on_lost`."""

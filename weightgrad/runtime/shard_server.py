@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from weightgrad.codecs import Codec
+from weightgrad.core import pieces
 from weightgrad.core.server_shard import ClosedPart, CloseOrder, PushFacts, ServerShard, values_bytes
 from weightgrad.errors import ProtocolError
 from weightgrad.runtime.transport.transport import Peer
@@ -20,6 +21,9 @@ from weightgrad.wire.message_parts import result_parts
 from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, RoundResult
 
 _AHEAD_BYTES = 16 << 20  # of a download that may wait for a rank's link
+
+_PART_COST = 2048  # of a part in memory, beside its bytes
+_SEGMENT_COST = 1024
 
 Send = Callable[[Peer, Bulk], None]
 """Queues a message for a rank."""
@@ -50,6 +54,8 @@ class _Site:
     ranks: int = 0
     held: dict[int, Intervals] = field(default_factory=dict)
     parts: dict[int, dict[int, list[PushPart]]] = field(default_factory=dict)  # by round and rank; not complete yet
+    costs: dict[int, dict[int, int]] = field(default_factory=dict)  # of these, in bytes of memory
+    begun: dict[int, int] = field(default_factory=dict)  # by round: the version at which its first part came
     owed: Provision | None = None  # to be sent when all ranks have said what they hold
     missed: list[RoundResult] | None = None  # with it: the results that the site needs; None: the whole model
 
@@ -57,6 +63,11 @@ class _Site:
     def ready(self) -> bool:
         """Whether every rank that holds something served here has said so."""
         return 0 < self.ranks == len(self.held)
+
+    def forget(self, round_: int) -> None:
+        """Forget the parts of a push."""
+        for found in (self.parts, self.costs, self.begun):
+            found.pop(round_, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +101,17 @@ class ShardServer:
         self._send, self._waiting_bytes = send, waiting_bytes
         self._sites: dict[str, _Site] = {}
         self._downloads: dict[Peer, Iterator[ModelPart]] = {}
+        self._costs: dict[tuple[str, int], int] = {}  # of complete pushes, in bytes of memory
+        self.most_pushes = shard.plan.most_waiting
+        """Pushes of a site, complete or not, that are kept until their rounds close."""
+        tensors = len(shard.layout.slots) + shard.served.numel // pieces.PIECE
+        self.most_push_bytes = 8 * shard.served.numel + 2 * (_PART_COST + _SEGMENT_COST) * (tensors + 64)
+        """Memory of one push: twice what its elements have as float32, and what its parts cost beside."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Memory for the pushes of one site whose rounds have not closed."""
+        return self.most_pushes * self.most_push_bytes
 
     # -- messages in ---------------------------------------------------------------------------
 
@@ -101,15 +123,18 @@ class ShardServer:
         """
         site = self._sites.setdefault(message.site, _Site())
         if message.epoch != site.epoch:  # the processes of the site were started anew: what they had sent comes again
-            site.epoch, site.ranks, site.held, site.parts = message.epoch, message.ranks, {}, {}
+            site.epoch, site.ranks, site.held = message.epoch, message.ranks, {}
+            site.parts, site.costs, site.begun = {}, {}, {}
         if message.ranks != site.ranks:
             raise ProtocolError(
                 f"rank {message.rank} of {message.site} says that {message.ranks} ranks hold something of this "
                 f"process, another rank said {site.ranks}"
             )
-        for by_rank in site.parts.values():  # what the rank has not sent completely, it sends again
+        for round_, by_rank in list(site.parts.items()):  # what the rank has not sent completely, it sends again
             if message.rank in by_rank and not by_rank[message.rank][-1].last:
-                del by_rank[message.rank]
+                del by_rank[message.rank], site.costs[round_][message.rank]
+                if not by_rank:
+                    site.forget(round_)
         served = self.shard.served
         others = Intervals.of(span for rank, held in site.held.items() if rank != message.rank for span in held.spans)
         if (others & message.held).numel:
@@ -121,26 +146,60 @@ class ShardServer:
             self.shard.set_holdings(message.site, [site.held[rank] for rank in sorted(site.held)])
             self._pay(message.site)
 
-    def push_part(self, part: PushPart) -> CompletePush | None:
+    def check_part(self, part: PushPart, size: int) -> None:
+        """Refuse a part of a push for which there is no room, before it is written to the log.
+
+        Args:
+            part: the part.
+            size: its bytes.
+
+        Raises:
+            ProtocolError: the site has too many pushes whose rounds have not closed, or they are too large.
+        """
+        site = self._sites.get(part.site)
+        if site is None or part.rank not in site.held:
+            raise ProtocolError(f"rank {part.rank} of {part.site} pushes before it has said what it holds")
+        rounds = {round_ for name, round_ in self._costs if name == part.site} | set(site.parts)
+        if part.round not in rounds and len(rounds) >= self.most_pushes:
+            raise ProtocolError(
+                f"{part.site} pushes for round {part.round}, and {len(rounds)} of its pushes wait for their rounds to "
+                f"close; at most {self.most_pushes} may"
+            )
+        held = sum(cost for (name, _), cost in self._costs.items() if name == part.site)
+        held += sum(cost for by_rank in site.costs.values() for cost in by_rank.values())
+        if held + _cost(part, size) > self.most_bytes:
+            raise ProtocolError(
+                f"{part.site} pushes {size} bytes for round {part.round}, and {held} wait for their rounds to close; "
+                f"there is room for {self.most_bytes}"
+            )
+
+    def push_part(self, part: PushPart, size: int = 0) -> CompletePush | None:
         """Take a part of a push.
+
+        Args:
+            part: the part, which `check_part` has let through.
+            size: its bytes.
 
         Returns:
             The push, if it is complete with this part.
 
         Raises:
-            ProtocolError: the rank has not said what it holds.
+            ProtocolError: there is no room for it, or the rank has not said what it holds.
         """
-        site = self._sites.get(part.site)
-        if site is None or part.rank not in site.held:
-            raise ProtocolError(f"rank {part.rank} of {part.site} pushes before it has said what it holds")
-        by_rank = site.parts.setdefault(part.round, {})
+        self.check_part(part, size)
+        site = self._sites[part.site]
+        by_rank, costs = site.parts.setdefault(part.round, {}), site.costs.setdefault(part.round, {})
+        site.begun.setdefault(part.round, self.shard.global_model.version)
         own = by_rank.setdefault(part.rank, [])
         if own and own[-1].last:
             own.clear()  # sent again from the beginning
+            costs[part.rank] = 0
         own.append(part)
+        costs[part.rank] = costs.get(part.rank, 0) + _cost(part, size)
         if len(by_rank) < site.ranks or not all(parts[-1].last for parts in by_rank.values()):
             return None
-        del site.parts[part.round]
+        self._costs[part.site, part.round] = sum(costs.values())
+        site.forget(part.round)
         parts = [one for rank in sorted(by_rank) for one in by_rank[rank]]
         segments = sorted((segment for one in parts for segment in one.segments), key=lambda one: one.start)
         facts = self.shard.receive(part.site, part.round, tuple(segments))
@@ -150,6 +209,7 @@ class ShardServer:
     def drop(self, site: str, round_: int) -> None:
         """Forget a complete push that no round takes."""
         self.shard.pushes.pop((site, round_), None)
+        self._costs.pop((site, round_), None)
 
     # -- rounds --------------------------------------------------------------------------------
 
@@ -157,8 +217,10 @@ class ShardServer:
         """Close a round, and send every rank what it holds of the result."""
         closed = self.shard.close(order)
         for push in order.pushes:
+            self._costs.pop((push.site, push.round), None)
             if push.site in self._sites:  # parts that were sent again, but not all of them
-                self._sites[push.site].parts.pop(push.round, None)
+                self._sites[push.site].forget(push.round)
+        self._forget_unfinished()
         for name, leaves_out in order.receivers.items():
             site = self._sites.get(name)
             result = closed.result.without(name) if leaves_out else closed.result
@@ -167,6 +229,13 @@ class ShardServer:
             elif site is not None and site.ready and site.owed is None:
                 self._send_result(name, site, result)
         return closed
+
+    def _forget_unfinished(self) -> None:
+        """Forget pushes that were begun many rounds ago and never completed: the log could not be cut before them."""
+        oldest = self.shard.global_model.version - 2 * self.most_pushes
+        for site in self._sites.values():
+            for round_ in [round_ for round_, begun in site.begun.items() if begun < oldest]:
+                site.forget(round_)
 
     def _send_result(self, name: str, site: _Site, result: RoundResult) -> None:
         for rank, held in site.held.items():
@@ -243,3 +312,8 @@ class ShardServer:
     def incomplete(self) -> set[tuple[str, int]]:
         """(site, round) of the pushes whose last part has not come."""
         return {(name, round_) for name, site in self._sites.items() for round_ in site.parts}
+
+
+def _cost(part: PushPart, size: int) -> int:
+    """The memory of a part of so many bytes."""
+    return size + _PART_COST + _SEGMENT_COST * len(part.segments)

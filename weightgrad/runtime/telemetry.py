@@ -104,6 +104,17 @@ class Telemetry:
         server_log.warning("%s has sent nothing for too long: rounds continue without it", site)
         self.write("fault", what="lost", where=[site])
 
+    def set_aside(self, site: str, rounds: int) -> None:
+        """Note that a site is set aside until it has pushed for so many rounds."""
+        server_log.error(
+            "%s is set aside: three times it was lost, or its update refused. What it sends still counts, but rounds "
+            "do not wait for it before it has pushed for %d of them; ask its owner, or revoke its certificate",
+            site,
+            rounds,
+        )
+        self.metrics.sites_set_aside_total.labels(site=site).inc()
+        self.write("fault", what="set aside", where=[site])
+
     def closed(self, closed: ClosedRound) -> None:
         """Note that a round has closed."""
         result, now = closed.result, self.now

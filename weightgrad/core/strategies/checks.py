@@ -168,7 +168,7 @@ def relayed_pushes_are_a_plain_mean(strategy: Strategy) -> None:
     """Sites take the mean of relayed pushes themselves, so the server can make nothing else of them."""
     alone = parts.parse("consistency", strategy.consistency).alone
     mixed = strategy.resume.startswith("mix")
-    plain = strategy.aggregator == "mean" and strategy.down_selector == "all" and not mixed
+    plain = parts.name_of("aggregator", strategy.aggregator) == "mean" and strategy.down_selector == "all" and not mixed
     if strategy.relay and (alone or not plain):
         raise StrategyError(
             f"relay = {strategy.relay} needs aggregator = 'mean', down_selector = 'all', rounds of all sites and a "
@@ -222,8 +222,12 @@ def damped_goes_by_the_schedule(strategy: Strategy) -> None:
 
 def a_round_of_many_where_pushes_are_compared(strategy: Strategy) -> None:
     """An aggregator that compares pushes needs rounds that have several."""
-    alone = parts.parse("consistency", strategy.consistency).alone
-    if alone and parts.name_of("aggregator", strategy.aggregator) in _OF_MANY:
+    alone, aggregator = parts.parse("consistency", strategy.consistency).alone, strategy.aggregator
+    made = parts.parse("aggregator", aggregator)
+    compares = (
+        parts.name_of("aggregator", aggregator) in _OF_MANY or made.limit or getattr(made, "of", "mean") != "mean"
+    )
+    if alone and compares:
         raise StrategyError(
             f"aggregator {strategy.aggregator!r} compares the pushes of a round, but with {strategy.consistency!r} "
             "each is a round of its own; take mean, sum or outer"

@@ -193,21 +193,25 @@ class Strategy:
 
     def for_server(self) -> ServerStrategy:
         """Make the parts that the global server's state machine needs."""
-        down = self.wan_codec("down")
+        down, auto = self.wan_codec("down"), self.auto
+        consistency, trigger = parts.parse("consistency", self.consistency), parts.parse("trigger", self.trigger)
+        overlap = self.overlap if auto is None else auto.reach
         return ServerStrategy(
             aggregator=parts.parse("aggregator", self.aggregator),
-            consistency=parts.parse("consistency", self.consistency),
+            consistency=consistency,
             down=down,
             down_selector=parts.parse("selector", self.down_selector),
             per_tensor=self.per == "tensor",
             keep_loss=self.keep_loss or down.carries_error,
             flush=self.codec("flush"),
-            calls=parts.parse("trigger", self.trigger).calls,
+            calls=trigger.calls,
             t_local=self.t_local,
             t_global=_AUTO_SECONDS if isinstance(self.t_global, str) else self.t_global,
             adapts=self.t_global == "auto",
-            auto=self.auto,
+            auto=auto,
             relay=self.relay,
+            rounds_ahead=1 + int(max(overlap, 0 if consistency.alone else consistency.ahead)),
+            steps_a_round=trigger.most_steps if auto is None else auto.at_most,
         )
 
     def optimizer_with(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,8 +108,12 @@ class GrpcServer(ServerTransport):
             session = self._sessions.get(peer)
             if session is None:
                 return False
-            session.messages.put(data, control=control)
-            return True
+            if session.messages.queued_bytes <= self.max_queued:
+                session.messages.put(data, control=control)
+                return True
+        self._end(session, SessionEnd(grpc.StatusCode.NOT_FOUND, f"{peer} does not take what it is sent"))
+        log.warning("%s has not taken %d bytes: they are dropped, and it must enter again", peer, self.max_queued)
+        return False
 
     def sessions(self) -> dict[Peer, SessionStatus]:
         """See `ServerTransport.sessions`."""
@@ -195,7 +199,7 @@ class GrpcServer(ServerTransport):
             try:
                 with self._entering:
                     result = self._application.enter(entry)
-                new = Session(entry, known_peer, self.limits, self._buffers)
+                new = Session(entry, known_peer, self.limits.at_most(self.max_message), self._buffers)
             finally:
                 self._install(peer, known_peer, new)
         threading.Thread(target=self._deliver, args=(new,), name=f"session-{peer}", daemon=True).start()

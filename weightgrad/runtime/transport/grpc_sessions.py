@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -19,6 +19,7 @@ from weightgrad.runtime.transport.grpc_settings import INCARNATION_KEY, PROTOCOL
 from weightgrad.runtime.transport.lanes import LaneLimits, Lanes
 from weightgrad.runtime.transport.message_stream import Stream
 from weightgrad.runtime.transport.receive_queue import BufferPool
+from weightgrad.runtime.transport.records import OVERHEAD_BYTES
 from weightgrad.runtime.transport.transport import MAX_CONTROL_MESSAGE, MAX_RANKS, EntryRequest, Traffic
 from weightgrad.wire.versions import TRANSPORT_VERSION
 
@@ -43,8 +44,8 @@ class TransportLimits:
         keepalive: how a connection that falls silent is noticed.
     """
 
-    max_message: int = 1 << 30
-    max_buffered: int = (1 << 30) + (64 << 20)
+    max_message: int = 256 << 20
+    max_buffered: int = (256 << 20) + (64 << 20)
     max_control_message: int = MAX_CONTROL_MESSAGE
     messages_per_s: float = 2000.0
     burst: int = 10_000
@@ -58,6 +59,12 @@ class TransportLimits:
     def for_messages_of(cls, max_message: int) -> TransportLimits:
         """The default limits, with messages of up to `max_message` bytes."""
         return cls(max_message=max_message, max_buffered=max_message + (64 << 20))
+
+    def at_most(self, max_message: int | None) -> TransportLimits:
+        """These limits, for a peer whose bulk messages have at most `max_message` bytes: two of them are buffered."""
+        if max_message is None or max_message >= self.max_message:
+            return self
+        return replace(self, max_message=max_message, max_buffered=2 * (max_message + OVERHEAD_BYTES))
 
     @property
     def lanes(self) -> LaneLimits:

@@ -86,6 +86,9 @@ class InMemoryServer(ServerTransport):
             session = self._sessions.get(peer)
             if session is None:
                 return False
+            if session.undelivered > self.max_queued:
+                self._end(session, LinkEvent.GONE, f"{peer} does not take what it is sent")
+                return False
             self._put_down(session, data, control=control)
             return True
 

@@ -136,6 +136,12 @@ class Lanes:
         with self._acknowledged:
             return self.control.outgoing.unacknowledged_bytes + self.bulk.outgoing.unacknowledged_bytes
 
+    @property
+    def queued_bytes(self) -> int:
+        """Memory of the messages that the peer does not have completely."""
+        with self._acknowledged:
+            return self.control.outgoing.queued_bytes + self.bulk.outgoing.queued_bytes
+
     def wait_sent(self, timeout: float) -> bool:
         """Wait until the peer has every message of both lanes; False if that takes longer than `timeout` seconds."""
         with self._acknowledged:

@@ -81,6 +81,7 @@ class SendQueue:
         self._window = 0
         self._unreleased: deque[tuple[int, int]] = deque()  # message, cost
         self._unreleased_cost = 0
+        self._queued_bytes = 0
 
     def put(self, data: Outgoing) -> int:
         """Queue a message and return its number; the first message is 1."""
@@ -90,6 +91,7 @@ class SendQueue:
             self._messages[self._last] = _QueuedMessage(
                 whole, self._chunking.chunk_bytes, self._chunking.count(len(whole))
             )
+            self._queued_bytes += len(whole) + OVERHEAD_BYTES
             self.changed.notify_all()
             return self._last
 
@@ -164,7 +166,7 @@ class SendQueue:
             self._carrier.clear()
             self._taken_bytes.clear()
             self._unreleased.clear()
-            self._unreleased_cost = 0
+            self._unreleased_cost = self._queued_bytes = 0
             self._next_new = (self._last + 1, 0)
             self.changed.notify_all()
 
@@ -172,7 +174,13 @@ class SendQueue:
     def unacknowledged_bytes(self) -> int:
         """Bytes of the messages that the receiver does not have completely."""
         with self.changed:
-            return sum(len(sent.data) for sent in self._messages.values())
+            return self._queued_bytes - OVERHEAD_BYTES * len(self._messages)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Memory of the messages that the receiver does not have completely, with what each costs beside its bytes."""
+        with self.changed:
+            return self._queued_bytes
 
     @property
     def empty(self) -> bool:
@@ -215,3 +223,4 @@ class SendQueue:
         sent.chunks_left -= 1
         if not sent.chunks_left:
             del self._messages[message]
+            self._queued_bytes -= len(sent.data) + OVERHEAD_BYTES

@@ -275,7 +275,17 @@ class ClientTransport(ABC):
 
 
 class ServerTransport(ABC):
-    """The global server's connections to all peers. Any thread may call any method."""
+    """The global server's connections to all peers. Any thread may call any method.
+
+    Attributes:
+        max_message: the longest bulk message that sessions take which begin from now on, in bytes; None: what the
+            transport allows.
+        max_queued: memory for messages to one peer that it has not received, in bytes. Beyond it the session is void,
+            as if the peer had never entered: it sees GONE, and is told everything anew when it enters again.
+    """
+
+    max_message: int | None = None
+    max_queued: int = 1 << 30
 
     @abstractmethod
     def start(self, application: Application) -> None:
@@ -294,7 +304,8 @@ class ServerTransport(ABC):
             control: whether it is a control message, which bulk messages do not delay.
 
         Returns:
-            False if the peer has no session, so that nobody will receive the message.
+            False if the peer has no session, so that nobody will receive the message; also if the peer has not taken
+            what it was sent before, and its session ends with this.
         """
 
     @abstractmethod

@@ -1,0 +1,28 @@
+"""Limits how often each site may do what costs the server much and a site need not do often, such as joining."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+
+
+class SeldomActions:
+    """A token bucket for each peer.
+
+    Args:
+        per_s: how often in the long run.
+        burst: how often at once, after a quiet time.
+        clock: the seconds, for tests.
+    """
+
+    def __init__(self, *, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s, self._burst, self._clock = per_s, burst, clock
+        self._left: dict[Hashable, tuple[float, float]] = {}  # tokens, and when they were counted
+
+    def try_take(self, peer: Hashable) -> bool:
+        """Count an action of a peer; False if it has had its share."""
+        now = self._clock()
+        tokens, at = self._left.get(peer, (float(self._burst), now))
+        tokens = min(self._burst, tokens + (now - at) * self._per_s)
+        self._left[peer] = max(0.0, tokens - 1), now
+        return tokens >= 1
