@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import fixed, native, noise, threads
+from weightgrad.kernels import fixed, gpu, native, noise, threads
 from weightgrad.kernels.bits import pack_reference, unpack_reference
 from weightgrad.kernels.fixed import noise_room
 
@@ -41,6 +41,8 @@ def quantize(
     NaN, an Inf or a sum that overflows; that bucket and the later ones are untouched.
     """
     lib = native.library_for(x)
+    if (kernels := gpu.kernels_for(x, "bucket")) is not None and kernels.can(spec):
+        return int(kernels.quantize(x, residual, spec, key, codes, scales, first))
     if lib is None:
         return _quantize_reference(x, residual, spec, key, codes, scales, first)
 
@@ -66,6 +68,9 @@ def dequantize(
 ) -> None:
     """Write the decoded values to `out`, as `mode` says."""
     lib = native.library_for(out)
+    if bits in (2, 4, 8) and (kernels := gpu.kernels_for(out, "bucket")) is not None:
+        kernels.dequantize(codes, scales, n, bucket, bits, levels, out, mode)
+        return
     if lib is None:
         _dequantize_reference(codes, scales, n, bucket, bits, levels, out, mode)
         return
