@@ -1,7 +1,7 @@
 """The kernels for GPUs, interpreted on the CPU, beside the C kernels and the reference implementations.
 
-Run as a script in a process with TRITON_INTERPRET=1, which must be set before triton is imported. Writes one line of JSON
-for each case: its name, how many results were compared, and what went wrong, if anything did.
+Run as a script in a process with TRITON_INTERPRET=1, which must be set before triton is imported. Writes one line of
+JSON for each case: its name, how many results were compared, and what went wrong, if anything did.
 """
 
 from __future__ import annotations

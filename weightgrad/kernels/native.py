@@ -49,6 +49,7 @@ class Quantizer(ctypes.Structure):
         ("stochastic", ctypes.c_int32),
         ("key", ctypes.c_uint64),
         ("first", ctypes.c_uint64),
+        ("limit", ctypes.c_float),
     )
 
 

@@ -4,10 +4,10 @@ They give the same bytes and the same floats as the C kernels and the reference 
 (`csrc/wg.h`): noise is a hash of (key, index), sums follow a fixed tree, and nothing contracts a*b+c: every launch says
 `enable_fp_fusion=False`. Divisions are `div_rn`, because Triton's `/` may be off by two units in the last place.
 
-**Memory traffic is the speed.** Each file says how many bytes an element reads and writes. A piece of a push has at most
-2**21 elements, so x and residual are 16 MB, which stays in the second-level cache of a recent data center GPU (A100:
-40 MB, H100: 50 MB). That is why the kernels look twice instead of undoing: a first pass finds what is not finite and
-changes nothing, and the second pass reads from the cache what the first one has brought there.
+**Memory traffic is the speed.** Each file says how many bytes an element reads and writes. A piece of a push has at
+most 2**21 elements, so x and residual are 16 MB, which stays in the second-level cache of a recent data center GPU
+(A100: 40 MB, H100: 50 MB). That is why the kernels look twice instead of undoing: a first pass finds what is not finite
+and changes nothing, and the second pass reads from the cache what the first one has brought there.
 
 **Block sizes.** A program works on 1,024 elements: 4 KB in and 4 KB out, 8 elements for each of the 128 threads of the
 four warps that Triton starts by default. So a thread loads two vectors of 16 bytes, some twenty registers hold what is

@@ -1,14 +1,15 @@
 """The uniform quantizer over buckets (QSGD) with 2, 4 or 8 bits: `csrc/bucket.c` in Triton.
 
 Bytes an element, with error feedback: the first pass reads x and residual, 8; the second reads both again, from the
-cache, and writes the residual and the code, 4.5 at 4 bits. From memory: 12.5, where a device copy of a float is 8; so at
-best 0.64 of the speed of a copy, and 0.89 without a residual. Decoding reads half a byte and writes 4: 1.8 of a copy.
+cache, and writes the residual and the code, 4.5 at 4 bits. From memory: 12.5, where a device copy of a float is 8; so
+at best 0.64 of the speed of a copy, and 1.8 without a residual. Decoding reads half a byte and writes 4: 1.8 of a copy.
 
-Norm "l2" and 3 bits are left to the reference implementation: neither is in a strategy that is meant for GPUs.
+Norm "l2", 3 bits and clipping on the way are left to the reference implementation: no strategy for GPUs has them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def can(spec: BucketSpec) -> bool:
     """Whether these kernels quantize so."""
-    return spec.bits in (2, 4, 8) and spec.norm != "l2"
+    return spec.bits in (2, 4, 8) and spec.norm != "l2" and spec.limit == math.inf
 
 
 @triton.jit
@@ -66,10 +67,9 @@ def _quantize(
         scale = tl.div_rn(norm, tl.full([], levels, tl.float32) + tl.zeros_like(norm))
         tl.store(scales + own, scale, mask=mask & (index % bucket == 0))
     before, inverse = ruler(norm, levels)
+    grain = 0x8000
     if stochastic:
         grain = noise16(low, high, index + first)
-    else:
-        grain = 0x8000
     code = tl.where(mask, level(h, before, inverse, grain, levels, given), 0)
     if feedback:
         tl.store(residual + index, h - (code - levels).to(tl.float32) * scale, mask=mask)

@@ -3,8 +3,8 @@
 With error feedback: a first pass reads x, residual and, from the cache, the old means, and finds what is not finite; a
 second reads the same from the cache, writes the residual and the signs; a third sums 32 lines at a time and writes two
 sums and a count for each 32 elements of a column. From memory 8 bytes in and 4 + 1/8 + 12/32 out an element: 12.5, or
-0.64 of the speed of a device copy (8). What is above the lines of the tree is a 32nd of the work, and torch does it with
-the reference implementation's own functions.
+0.64 of the speed of a device copy (8). What is above the lines of the tree is a 32nd of the work, and torch does it
+with the reference implementation's own functions.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def nearest(y):
 
 @triton.jit
 def ruler(norm, levels: tl.constexpr):
-    """(before, inverse): from floats to 16.16 fixed point levels; wg_make_ruler says why the inverse is one step lower."""
+    """(before, inverse): from floats to 16.16 fixed point levels, as wg_make_ruler explains."""
     before = tl.where((norm < 7.888609052210118e-31) & (norm > 0), 18446744073709551616.0, 1.0).to(tl.float32)
     divisor = tl.where(norm > 0, norm * before, 1.0)
     inverse = tl.div_rn(tl.full([], levels * 65536, tl.float32) + tl.zeros_like(divisor), divisor)
