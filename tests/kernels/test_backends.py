@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -79,6 +80,28 @@ def test_quantize(n: int, width: int, norm: str, stochastic: bool, feedback: boo
             bucket.dequantize(codes, scales, n, 96, width, spec.levels, out, mode)
             outs.append(out)
         return [codes, scales, *outs, *([] if residual is None else [residual])]
+
+    all_equal(work)
+
+
+@pytest.mark.parametrize("n", [0, 1, 31, 33, 513, 5003])
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
+@pytest.mark.parametrize("norm", ["max", "l2", "given"])
+def test_quantize_what_is_cut_on_the_way(n: int, width: int, norm: str) -> None:
+    limit = float(torch.tensor(0.3))
+    plain = bucket.BucketSpec(96, width, 2 ** (width - 1) - 1, norm, True)
+
+    def work() -> list[Tensor]:
+        found = []
+        cut = dataclasses.replace(plain, limit=limit)
+        for x, spec in ((values(n), cut), (values(n).clamp(-limit, limit), plain)):
+            codes = torch.zeros(-(-n * width // 8), dtype=torch.uint8)
+            scales = torch.full((-(-n // 96),), 0.1)
+            assert bucket.quantize(x, None, spec, KEY, codes, scales) == n
+            found += [codes, scales]
+        assert torch.equal(found[0], found[2])
+        assert torch.equal(found[1], found[3])
+        return found
 
     all_equal(work)
 

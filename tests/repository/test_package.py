@@ -26,7 +26,7 @@ PROJECT = PYPROJECT["project"]
 COMMANDS: dict[str, str] = PROJECT["entry-points"]["weightgrad.commands"]
 EXCEPT = {"torch"}  # constraints-oldest.txt says why
 NOT_INSTALLED = {"mypy", "pytest-cov", "ruff", "types-pyyaml"}  # scripts/test-oldest checks neither style nor coverage
-NOT_INSTALLED |= {"accelerate", "lightning", "peft", "transformers"}  # nor integrations
+NOT_INSTALLED |= {"accelerate", "lightning", "peft", "transformers", "triton"}  # nor integrations, nor GPUs
 
 
 def pins(name: str) -> dict[str, str]:
@@ -42,7 +42,8 @@ def normalized(name: str) -> str:
 
 def bounds(requirements: list[str]) -> dict[str, str]:
     """The lower bound of each requirement."""
-    found = [re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement) for requirement in requirements]
+    bare = [requirement.split(";")[0] for requirement in requirements]
+    found = [re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement) for requirement in bare]
     assert all(found), requirements
     return {normalized(match[1]): match[2] for match in found if match}
 

@@ -19,6 +19,7 @@ def doctor() -> None:
     for name, value in (
         ("weightgrad", weightgrad.__version__),
         ("kernels", kernels.status()),
+        ("on GPUs", kernels.gpu_status()),
         ("threads", f"{kernels.get_threads()} for large buffers"),
         ("processor", processor()),
         ("python", platform.python_version()),

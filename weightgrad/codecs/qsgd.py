@@ -11,6 +11,7 @@ Euclidean norm, as in the paper's analysis, and most levels are zero: see `elias
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -79,19 +80,35 @@ class Qsgd(Codec):
         """See Codec.encode."""
         return self._encode(x, None, key, out), state
 
+    def encode_cut(self, x: Tensor, limit: float, key: int, *, out: Tensor | None = None) -> Payload:
+        """Encode x cut to +-limit, a float32, in the same pass: what `clip(...) > qsgd(...)` does.
+
+        Args:
+            x: As for `encode`; every element must be finite.
+            limit: Largest magnitude.
+            key: As for `encode`.
+            out: As for `encode`.
+
+        Returns:
+            The payload that `encode` makes of the cut tensor.
+        """
+        return self._encode(x, None, key, out, limit)
+
     def encode_feedback(
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
         """Encode in one pass over x and the residual."""
         return self._encode(x, residual, key, out), state
 
-    def _encode(self, x: Tensor, residual: Tensor | None, key: int, out: Tensor | None) -> Payload:
+    def _encode(
+        self, x: Tensor, residual: Tensor | None, key: int, out: Tensor | None, limit: float = math.inf
+    ) -> Payload:
         flat = flat32(x)
         n, levels = flat.numel(), 2 ** (self.bits - 1) - 1
         sizes = uniform_sizes(n, self.bucket, self.bits)
         body = body_room(out, sum(sizes), flat.device)
         scales, codes = floats(body[: sizes[0]]), body[sizes[0] :]
-        spec = kernel.BucketSpec(self.bucket, self.bits, levels, self.norm, self.rounding == "stochastic")
+        spec = kernel.BucketSpec(self.bucket, self.bits, levels, self.norm, self.rounding == "stochastic", limit)
         done = kernel.quantize(flat, residual, spec, noise.mix(key), codes, scales)
         if done < n:
             if residual is not None:  # put back what the buckets before it gave up

@@ -28,6 +28,9 @@ class LocalModel(Protocol):
     def exact(self) -> bool:
         """Whether weights are float32; otherwise `write` rounds, and `round_` tells to what."""
 
+    def expect(self, upcoming: Sequence[Intervals]) -> None:
+        """Say what will be read next, in this order, so that it can come from a device while the last is worked on."""
+
     def read(self, intervals: Intervals, out: Tensor) -> Tensor:
         """The weights as float32.
 
@@ -36,11 +39,15 @@ class LocalModel(Protocol):
             out: memory for the result, which may be used or not.
 
         Returns:
-            The weights; not to be written to.
+            The weights; not to be written to, and if they were expected, not to be used after the next read.
         """
 
+    @property
+    def device(self) -> torch.device:
+        """Where samples are."""
+
     def sample(self, interval: Intervals, distance: int) -> Tensor:
-        """The weights at equal distances in one interval, as float32."""
+        """The weights at equal distances in one interval, as float32, where they are."""
 
     def write(self, intervals: Intervals, values: Tensor) -> None:
         """Replace weights; `values` are float32 and are not kept."""
@@ -70,6 +77,14 @@ class FlatModel:
         self.vector = vector
         self.held = stored if held is None else held
         self._stored = stored
+
+    @property
+    def device(self) -> torch.device:
+        """Where the vector is."""
+        return self.vector.device
+
+    def expect(self, upcoming: Sequence[Intervals]) -> None:
+        """Nothing: all of it is here."""
 
     def read(self, intervals: Intervals, out: Tensor) -> Tensor:
         """A view of the weights where they lie in one stretch; otherwise copies in `out`."""

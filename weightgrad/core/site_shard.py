@@ -147,7 +147,9 @@ class SiteShard(ABC):
     def keep(self, gradient: LocalModel | None) -> None:
         """Keep what the last step made, where no push takes it; nothing to do where the local model has it."""
         if gradient is not None:
-            for piece in pieces.cut(self.held, self.layout, per_tensor=self.plan.per_tensor):
+            kept = pieces.cut(self.held, self.layout, per_tensor=self.plan.per_tensor)
+            gradient.expect([piece.intervals for piece in kept])
+            for piece in kept:
                 self.residual.put(piece, gradient.read(piece.intervals, self.scratch.of("fresh", piece.numel)))
 
     @abstractmethod
@@ -187,6 +189,7 @@ class SiteShard(ABC):
             )
         )
         found: list[Segment] = []
+        self._values(gradient).expect([piece.intervals for piece in chosen])
         for piece in chosen:
             fresh = self._fresh(piece, gradient)
             if order.final and flush is None:
@@ -204,6 +207,10 @@ class SiteShard(ABC):
             self._keep_rest(chosen, gradient)
         self.in_flight[order.round] = tuple(found)
         self._pushed(order, chosen)
+
+    def _values(self, gradient: LocalModel | None) -> LocalModel:
+        """What a push reads."""
+        return self.local if gradient is None else gradient
 
     def _anything(self, piece: Piece, fresh: Tensor) -> bool:
         """Whether a piece has anything to push; a last push leaves out what has not."""

@@ -28,7 +28,8 @@ SAMPLE = 1 << 14
 class StepUpdate:
     """The update of the last step and what was made since the last push, on a sample of the held elements.
 
-    Memory: four vectors of the sample's size. With `elements`, the sample is everything that is held.
+    Memory: four vectors of the sample's size, on the device of the weights: a step between rounds copies nothing to the
+    host. With `elements`, the sample is everything that is held.
 
     Args:
         held: the elements that this rank holds.
@@ -52,9 +53,10 @@ class StepUpdate:
         self._previous = torch.zeros(size)  # the weights before the last step
         self._last = torch.zeros(size)
         self._made = torch.zeros(size)  # of shared gradients, since the last push
+        self._last_here: Tensor | None = None  # `_last` on the host
 
     def _sample(self, local: LocalModel) -> Tensor:
-        found = torch.empty(self._bounds[-1])
+        found = torch.empty(self._bounds[-1], device=local.device)
         for (stretch, distance), start in zip(self._parts, self._bounds, strict=False):
             values = local.sample(stretch, distance)
             found[start : start + values.numel()] = values
@@ -68,18 +70,18 @@ class StepUpdate:
     def stepped(self, local: LocalModel) -> None:
         """A step has moved the weights."""
         now = self._sample(local)
-        torch.sub(now, self._previous, out=self._last)
+        self._last, self._last_here = now - self._previous.to(now.device), None
         self._previous = now
 
     def made(self, gradient: LocalModel) -> None:
         """A step has made this gradient, where gradients are shared."""
-        self._last = self._sample(gradient)
-        self._made += self._last
+        self._last, self._last_here = self._sample(gradient), None
+        self._made = self._made.to(self._last.device) + self._last
 
     def moved(self, local: LocalModel) -> None:
         """Something other than a step has moved the weights: that is neither new nor part of a step."""
         now = self._sample(local)
-        self._anchor += now - self._previous
+        self._anchor = self._anchor.to(now.device) + (now - self._previous.to(now.device))
         self._previous = now
 
     def pushed(self, local: LocalModel | None) -> None:
@@ -92,7 +94,13 @@ class StepUpdate:
     def squares(self, *, gradients: bool) -> tuple[float, float]:
         """The squared norms of what was made since the last push and of the last step, for all held elements."""
         since = self._made if gradients else self._previous - self._anchor
-        return self._squares(since), self._squares(self._last)
+        return self._squares(since.cpu()), self._squares(self._on_host())
+
+    def _on_host(self) -> Tensor:
+        """The last step's sample on the host, copied there once."""
+        if self._last_here is None:
+            self._last_here = self._last.cpu()
+        return self._last_here
 
     def _squares(self, sample: Tensor) -> float:
         total = 0.0
@@ -109,23 +117,25 @@ class StepUpdate:
             shared = (self._parts[place][0] & piece.intervals).numel
             if shared:
                 start, stop = self._bounds[place : place + 2]
-                total += float(self._last[start:stop].double().square().sum()) * shared / (stop - start)
+                total += float(self._on_host()[start:stop].double().square().sum()) * shared / (stop - start)
             place += 1
         return math.sqrt(total)
 
     def last_update(self, piece: Piece) -> Tensor:
         """The elements of the last step's update in a piece, where all of them are kept."""
-        found = torch.empty(piece.numel)
+        found, last = torch.empty(piece.numel), self._on_host()
         for run in self._held.runs(piece.intervals):
-            found[run.theirs : run.theirs + run.count] = self._last[run.mine : run.mine + run.count]
+            found[run.theirs : run.theirs + run.count] = last[run.mine : run.mine + run.count]
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """The samples for a checkpoint; they are not copied."""
-        return {"anchor": self._anchor, "previous": self._previous, "last": self._last, "made": self._made}
+        """The samples for a checkpoint; copied only if they are on a device."""
+        mine = {"anchor": self._anchor, "previous": self._previous, "last": self._last, "made": self._made}
+        return {name: sample.cpu() for name, sample in mine.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned; samples of another size, of a site that was sharded otherwise, are dropped."""
         if state["anchor"].numel() == self._bounds[-1]:
             self._anchor, self._previous = state["anchor"].clone(), state["previous"].clone()
             self._last, self._made = state["last"].clone(), state["made"].clone()
+            self._last_here = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import fixed, native, threads
+from weightgrad.kernels import fixed, gpu, native, threads
 
 MAX_WIDTH = 56
 
@@ -208,6 +208,9 @@ def pack_gaps(indices: Tensor, code: GapCode) -> tuple[Tensor, Tensor, GapCode]:
         code = GapCode(code.rice, code.width, bits)
         return low, unary[: code.unary_bytes], code
     gaps = _gaps(indices)
+    if (kernels := gpu.kernels_for(indices, "bits")) is not None:
+        packed: tuple[Tensor, Tensor, GapCode] = kernels.pack_gaps(gaps, code)
+        return packed
     places = torch.arange(code.width, device=indices.device)
     low = pack_reference(((gaps[:, None] >> places) & 1).to(torch.uint8).view(-1), 1)
     if not code.rice:

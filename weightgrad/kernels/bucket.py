@@ -1,6 +1,6 @@
 """The uniform quantizer over buckets (QSGD), with or without error feedback.
 
-norm  = max|h| or ||h||_2 of the bucket        h = x, or x + residual
+norm  = max|h| or ||h||_2 of the bucket        h = x, or x cut to +-limit, or x + residual
 code  = floor(L*h/norm + L + noise)            0 .. 2L, noise uniform in [0, 1)
 value = (code - L) * (norm / L)
 residual = h - value
@@ -9,12 +9,13 @@ residual = h - value
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import fixed, native, noise, threads
+from weightgrad.kernels import fixed, gpu, native, noise, threads
 from weightgrad.kernels.bits import pack_reference, unpack_reference
 from weightgrad.kernels.fixed import noise_room
 
@@ -30,6 +31,7 @@ class BucketSpec:
     levels: int
     norm: str  # "max", "l2", or "given": the scales are input
     stochastic: bool
+    limit: float = math.inf  # x is cut to +-limit first; only where there is no residual
 
 
 def quantize(
@@ -41,12 +43,14 @@ def quantize(
     NaN, an Inf or a sum that overflows; that bucket and the later ones are untouched.
     """
     lib = native.library_for(x)
+    if (kernels := gpu.kernels_for(x, "bucket")) is not None and kernels.can(spec):
+        return int(kernels.quantize(x, residual, spec, key, codes, scales, first))
     if lib is None:
         return _quantize_reference(x, residual, spec, key, codes, scales, first)
 
     def work(start: int, stop: int) -> int:
         q = native.Quantizer(
-            spec.bucket, spec.bits, spec.levels, NORMS[spec.norm], int(spec.stochastic), key, first + start
+            spec.bucket, spec.bits, spec.levels, NORMS[spec.norm], int(spec.stochastic), key, first + start, spec.limit
         )
         done: int = lib.wg_quantize(
             x.data_ptr() + 4 * start,
@@ -66,6 +70,9 @@ def dequantize(
 ) -> None:
     """Write the decoded values to `out`, as `mode` says."""
     lib = native.library_for(out)
+    if bits in (2, 4, 8) and (kernels := gpu.kernels_for(out, "bucket")) is not None:
+        kernels.dequantize(codes, scales, n, bucket, bits, levels, out, mode)
+        return
     if lib is None:
         _dequantize_reference(codes, scales, n, bucket, bits, levels, out, mode)
         return
@@ -106,6 +113,8 @@ def _quantize_reference(
         piece = x[start:stop]
         if residual is not None:
             piece = torch.add(piece, residual[start:stop], out=fixed.scratch("sum", piece))
+        elif spec.limit < math.inf:
+            piece = torch.clamp(piece, -spec.limit, spec.limit, out=fixed.scratch("cut", piece))
         h = fixed.padded(piece, bucket).view(-1, bucket)
         own = scales[start // bucket : start // bucket + h.shape[0]]
         norm = own * float(spec.levels) if spec.norm == "given" else _norms(h, spec.norm)

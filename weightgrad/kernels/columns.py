@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import fixed, native, threads
+from weightgrad.kernels import fixed, gpu, native, threads
 from weightgrad.kernels.bits import pack_reference, unpack_reference
 
 MAX_TILE = 32768  # 32^3: three levels of the tree
@@ -58,6 +58,8 @@ def onebit(
     rounding, and `old_means` is zero.
     """
     lib = native.library_for(x)
+    if (kernels := gpu.kernels_for(x, "columns")) is not None:
+        return bool(kernels.onebit(x, residual, old_means, grid, bits, means))
     if lib is None:
         return _onebit_reference(x, residual, old_means, grid, bits, means)
     scratch = torch.empty(7 * max(grid.cols, 32), dtype=torch.float32)
@@ -78,6 +80,9 @@ def onebit(
 def onebit_decode(bits: Tensor, means: Tensor, grid: Grid, out: Tensor, mode: int = fixed.STORE) -> None:
     """Write to `out`, as `mode` says, the mean that each element's sign bit stands for."""
     lib = native.library_for(out)
+    if (kernels := gpu.kernels_for(out, "columns")) is not None:
+        kernels.onebit_decode(bits, means, grid, out, mode)
+        return
     if lib is not None:
         lib.wg_onebit_decode(bits.data_ptr(), means.data_ptr(), grid.rows, grid.cols, grid.tile, mode, out.data_ptr())
         return
@@ -95,6 +100,9 @@ def onebit_decode(bits: Tensor, means: Tensor, grid: Grid, out: Tensor, mode: in
 def signs(x: Tensor, bits: Tensor) -> None:
     """Fill `bits` with the sign bits of x."""
     lib = native.library_for(x)
+    if (kernels := gpu.kernels_for(x, "columns")) is not None:
+        kernels.signs(x, bits)
+        return
     if lib is None:
         for start in range(0, x.numel(), fixed.CHUNK):
             packed = pack_reference(_sign_codes(x[start : start + fixed.CHUNK]), 1)
@@ -143,7 +151,7 @@ def _onebit_reference(
             if residual is not None and old_means is not None:
                 h = _lost_part(residual, old_means, grid, tile, part).add_(h)
             if fixed.largest_bits(h) >= fixed.INFINITY_BITS:
-                _roll_back(x, residual, old_means, grid, at)
+                roll_back(x, residual, old_means, grid, at)
                 return False
             if residual is not None:
                 residual[part] = h
@@ -156,16 +164,22 @@ def _onebit_reference(
             torch.clamp(lines, min=0.0, out=both[0])
             torch.clamp(lines, max=0.0, out=both[1])
             levels.append(_up(both))
-        sums = _up(_up(torch.cat(levels, dim=1)))[:, 0]
-        if grid.cols == 1:
-            sums, negatives = fixed.fold_lanes(sums)[:, None], negatives.sum()[None]
-        counts = torch.stack((height - negatives, negatives)).clamp(min=1)
-        top = torch.finfo(torch.float32).max  # a sum may overflow
-        means[tile] = (sums / counts.to(torch.float32)).clamp(-top, top)
+        means[tile] = means_of(torch.cat(levels, dim=1), negatives, height, grid)
     return True
 
 
-def _roll_back(x: Tensor, residual: Tensor | None, old_means: Tensor | None, grid: Grid, done: int) -> None:
+def means_of(lines: Tensor, negatives: Tensor, height: int, grid: Grid) -> Tensor:
+    """The means (2, cols) of a tile, from the sums of 32 lines each (2, lines, width) and the count of negatives."""
+    sums = _up(_up(lines))[:, 0]
+    if grid.cols == 1:
+        sums, negatives = fixed.fold_lanes(sums)[:, None], negatives.sum()[None]
+    counts = torch.stack((height - negatives, negatives)).clamp(min=1)
+    top = torch.finfo(torch.float32).max  # a sum may overflow
+    return (sums / counts.to(torch.float32)).clamp(-top, top)
+
+
+def roll_back(x: Tensor, residual: Tensor | None, old_means: Tensor | None, grid: Grid, done: int) -> None:
+    """Undo the first `done` elements of a call that met a NaN or Inf: `residual` becomes the error, means are zero."""
     if residual is None or old_means is None:
         return
     rest = lost(residual, old_means, grid)[done:]

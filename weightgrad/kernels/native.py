@@ -22,13 +22,14 @@ from weightgrad.errors import NativeError
 from weightgrad.kernels import build
 
 BACKENDS = ("native", "portable", "reference")
+INTERPRETED = "triton"  # the kernels for GPUs on tensors of the CPU, where Triton interprets them: for tests
 
 
 @dataclass(frozen=True)
 class NativeStatus:
     """Which kernels are in use, and why."""
 
-    backend: str  # "native" or "reference"
+    backend: str  # "native" or "reference"; "triton" if it is forced
     isa: str  # "avx2", "portable" or "torch"
     origin: str  # "wheel", "cache" or "none"
     reason: str
@@ -48,6 +49,7 @@ class Quantizer(ctypes.Structure):
         ("stochastic", ctypes.c_int32),
         ("key", ctypes.c_uint64),
         ("first", ctypes.c_uint64),
+        ("limit", ctypes.c_float),
     )
 
 
@@ -202,8 +204,8 @@ def status() -> NativeStatus:
     library, found = _library()
     if library is None or _forced is None:
         return found
-    if _forced == "reference":
-        return NativeStatus("reference", "torch", found.origin, "forced")
+    if _forced in ("reference", INTERPRETED):
+        return NativeStatus(_forced, "torch" if _forced == "reference" else "interpreted", found.origin, "forced")
     return NativeStatus("native", "avx2" if library.wg_isa() else "portable", found.origin, "forced")
 
 
@@ -212,16 +214,19 @@ def use(backend: str) -> Iterator[None]:
     """Force a backend for the whole process while the block runs, for tests and benchmarks.
 
     Args:
-        backend: One of BACKENDS: "native", "portable" (native without AVX2) or "reference" (torch).
+        backend: One of BACKENDS: "native", "portable" (native without AVX2) or "reference" (torch). Or "triton": the
+            kernels for GPUs, interpreted in Python, if TRITON_INTERPRET=1 was set when this process began.
 
     Raises:
         NativeError: The name is unknown, or there is no native library here.
     """
     global _forced
-    if backend not in BACKENDS:
-        raise NativeError(f"backend {backend!r} is unknown; there are {', '.join(BACKENDS)}")
+    if backend not in (*BACKENDS, INTERPRETED):
+        raise NativeError(f"backend {backend!r} is unknown; there are {', '.join((*BACKENDS, INTERPRETED))}")
+    if backend == INTERPRETED and os.environ.get("TRITON_INTERPRET") != "1":
+        raise NativeError("backend 'triton' works on CPU tensors only if TRITON_INTERPRET=1 is set before the start")
     library, found = _library()
-    if backend != "reference" and library is None:
+    if backend in ("native", "portable") and library is None:
         raise NativeError(f"backend {backend!r} is not available here: {found.reason}")
     before = _forced
     _forced = backend
@@ -237,9 +242,14 @@ def use(backend: str) -> Iterator[None]:
 
 def library_for(tensor: Tensor) -> ctypes.CDLL | None:
     """Return the native library when it can work on this tensor's memory, else None."""
-    if _forced == "reference" or tensor.device.type != "cpu":
+    if _forced in ("reference", INTERPRETED) or tensor.device.type != "cpu":
         return None
     return _library()[0]
+
+
+def forced() -> str | None:
+    """The backend that `use` has forced, if any."""
+    return _forced
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import fixed, native, noise
+from weightgrad.kernels import fixed, gpu, native, noise
 from weightgrad.kernels.columns import Grid
 
 BLOCK = 1024
@@ -102,6 +102,9 @@ def scan(
         The entries, how many there were in all, and how many elements were seen.
     """
     lib = native.library_for(residual)
+    if (kernels := gpu.kernels_for(residual, "select")) is not None:
+        selected: Selected = kernels.scan(x, residual, velocity, momentum, thresholds, room, clear)
+        return selected
     if lib is None:
         return _scan_reference(x, residual, velocity, momentum, thresholds, room, clear)
     found = _Room(room, keep)
@@ -282,7 +285,9 @@ def keep_largest(indices: Tensor, values: Tensor, k: int, residual: Tensor | Non
 def scatter(indices: Tensor, values: Tensor | None, out: Tensor, mode: int = fixed.STORE) -> None:
     """Write values to out[indices], as `mode` says; without values, zeros. Indices are distinct."""
     lib = native.library_for(out)
-    if lib is not None:
+    if (kernels := gpu.kernels_for(out, "select")) is not None:
+        kernels.scatter(indices, values, out, mode)
+    elif lib is not None:
         lib.wg_scatter(indices.data_ptr(), native.pointer(values), indices.numel(), mode, out.data_ptr())
     elif values is None:
         out[indices] = 0.0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import fixed, native, noise, threads
+from weightgrad.kernels import fixed, gpu, native, noise, threads
 from weightgrad.kernels.moments import BLOCK, largest_bits
 
 GROUP = 160
@@ -33,6 +33,9 @@ def packed_bytes(n: int) -> int:
 def ternary(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:
     """Fill `codes` with stochastic ternary codes of x, or of x + residual, which then keeps the error."""
     lib = native.library_for(x)
+    if (kernels := gpu.kernels_for(x, "ternary")) is not None:
+        kernels.ternary(x, residual, scale, key, codes)
+        return
     if lib is None:
         _ternary_reference(x, residual, scale, key, codes)
         return
@@ -48,6 +51,9 @@ def ternary(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: T
 def threshold_codes(w: Tensor, threshold: float, codes: Tensor) -> None:
     """Fill `codes` with sign(w) where |w| > threshold, else 0."""
     lib = native.library_for(w)
+    if (kernels := gpu.kernels_for(w, "ternary")) is not None:
+        kernels.threshold_codes(w, threshold, codes)
+        return
     if lib is None:
         for start in range(0, w.numel(), _STEP):
             piece = w[start : start + _STEP]
@@ -65,6 +71,9 @@ def threshold_codes(w: Tensor, threshold: float, codes: Tensor) -> None:
 def ternary_decode(codes: Tensor, n: int, scale: float, out: Tensor, mode: int = fixed.STORE) -> None:
     """Write (trit - 1) * scale to `out`, as `mode` says."""
     lib = native.library_for(out)
+    if (kernels := gpu.kernels_for(out, "ternary")) is not None:
+        kernels.ternary_decode(codes, n, scale, out, mode)
+        return
     if lib is None:
         factor = torch.tensor(scale, dtype=torch.float32, device=out.device)
         for start in range(0, n, _STEP):

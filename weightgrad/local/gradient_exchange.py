@@ -147,6 +147,11 @@ class GradientExchange:
         return bool(self.rings or (self.encoders and self._quantizes))
 
     @property
+    def plain_mean(self) -> bool:
+        """Whether all that happens to gradients is that every worker gets their mean."""
+        return not self.encoders and not self.rings and self.owners is None
+
+    @property
     def corrects(self) -> bool:
         """Whether gradients are clipped or corrected before they leave a worker as they are."""
         return bool(self.encoders) and not self._quantizes

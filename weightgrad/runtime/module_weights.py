@@ -29,6 +29,7 @@ from weightgrad.codecs import unpack_entries
 from weightgrad.core.layout import Layout
 from weightgrad.errors import StrategyError
 from weightgrad.kernels import fixed
+from weightgrad.runtime.device_copies import DeviceCopies, Download
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.wire.intervals import Intervals, Span
 from weightgrad.wire.messages import Segment
@@ -113,6 +114,7 @@ class ModuleWeights:
         layout: Where they lie in the index space; it may have more of them, on other ranks.
         held: The elements that this rank holds, of those it has; None: all that it has.
         source: What is read and written: the parameters, or their gradients.
+        copies: How values cross between each device and the host; shared by all that work on the same parameters.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class ModuleWeights:
         held: Intervals | None = None,
         *,
         source: Callable[[nn.Parameter], Tensor | None] | None = None,
+        copies: dict[torch.device, DeviceCopies] | None = None,
     ) -> None:
         slots = {slot.name: slot for slot in layout.slots}
         self.parameters = sorted(parameters, key=lambda one: slots[one.name].start)
@@ -138,6 +141,15 @@ class ModuleWeights:
         """The elements whose weights this rank has."""
         self.held = self.available if held is None else held
         self._stretches = lru_cache(maxsize=4096)(self._find_stretches)
+        self.copies: dict[torch.device, DeviceCopies] = {} if copies is None else copies
+        self._upcoming: list[Intervals] = []  # what will be read, the next one last
+        self._coming: tuple[Intervals, Download] | None = None  # the next one, on its way from the device
+        self._rooms: list[Any] | None = None  # where they arrive
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return self.parameters[0].parameter.device
 
     # -- sharded otherwise ---------------------------------------------------------------------
 
@@ -175,6 +187,7 @@ class ModuleWeights:
         Args:
             changed: Whether weights were written.
         """
+        self._forget()
         rows, self._rows = self._rows, {}
         for place in sorted(rows) if changed else ():
             tensor = self._whole(place)
@@ -188,22 +201,81 @@ class ModuleWeights:
         """Whether all weights are float32 on the CPU."""
         return all(one.parameter.dtype == torch.float32 for one in self.parameters)
 
+    def expect(self, upcoming: Sequence[Intervals]) -> None:
+        """Let what will be read next come from its device meanwhile, one after the other."""
+        self._forget()
+        if self.device.type != "cpu":
+            self._upcoming = list(reversed(upcoming))
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Start to copy what will be read next, if it is on one device."""
+        while self._upcoming:
+            intervals = self._upcoming.pop()
+            parts = [self._part(stretch) for stretch in self._stretches(intervals)]
+            found = [part for part in parts if part is not None]
+            if found and len(found) == len(parts) and {part.device for part in found} == {self.device}:
+                copies = self._copies_of(self.device)
+                self._rooms = copies.rooms() if self._rooms is None else self._rooms
+                self._coming = (intervals, copies.download(found, self._rooms))
+                return
+
+    def _forget(self) -> None:
+        """Expect nothing more; what is on its way is waited for, since parameters may change from now on."""
+        self._upcoming = []
+        if self._coming is not None:
+            self._coming[1].wait()
+            self._coming = None
+
+    def _copies_of(self, device: torch.device) -> DeviceCopies:
+        if device not in self.copies:
+            self.copies[device] = DeviceCopies(device)
+        return self.copies[device]
+
     def read(self, intervals: Intervals, out: Tensor) -> Tensor:
-        """The weights: a view if they are float32 in one parameter on the CPU, else copies in `out`."""
+        """The weights.
+
+        A view if they are float32 in one parameter on the CPU; if they were expected, memory that the read after the
+        next one uses again; else copies in `out`, which may be on the device of the parameters.
+        """
         stretches = self._stretches(intervals)
+        if self._coming is not None and self._coming[0] == intervals:
+            return self._arrived(stretches, out)
         if len(stretches) == 1 and stretches[0].size == intervals.numel:
             own = self._part(stretches[0])
             if own is not None and own.dtype == torch.float32 and own.device.type == "cpu":
                 return own
         out = out[: intervals.numel]
+        crossing: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for stretch in stretches:
             own = self._part(stretch)
             target = out[stretch.offset : stretch.offset + stretch.size]
-            target.zero_() if own is None else target.copy_(own)
+            if own is None:
+                target.zero_()
+            elif own.device == target.device:
+                target.copy_(own)
+            else:
+                sources, targets = crossing.setdefault(own.device, ([], []))
+                sources.append(own)
+                targets.append(target)
+        for device, (sources, targets) in crossing.items():
+            self._copies_of(device).read(sources, targets)
         return out
 
+    def _arrived(self, stretches: tuple[Stretch, ...], out: Tensor) -> Tensor:
+        """What was expected, while the next comes."""
+        assert self._coming is not None
+        parts = self._coming[1].wait()
+        self._coming = None
+        self._fetch()
+        if len(parts) == 1 and parts[0].dtype == torch.float32:
+            return parts[0]
+        for stretch, part in zip(stretches, parts, strict=True):
+            out[stretch.offset : stretch.offset + stretch.size].copy_(part)
+        return out[: sum(part.numel() for part in parts)]
+
     def sample(self, interval: Intervals, distance: int) -> Tensor:
-        """The weights at equal distances in one parameter."""
+        """The weights at equal distances in one parameter, on its device."""
         (stretch,) = self._stretches(interval)
         count = -(-stretch.size // distance)
         if stretch.parameter not in self._rows and self.parameters[stretch.parameter].rows() is None:
@@ -211,32 +283,50 @@ class ModuleWeights:
             own = None if whole is None else flat_local(whole)
         else:
             own = self._part(stretch)
-        found = torch.zeros(count)
-        if own is not None:
-            values = own[::distance][:count]
-            found[: values.numel()] = values
+        if own is None:
+            return torch.zeros(count)
+        found = torch.zeros(count, device=own.device)
+        values = own[::distance][:count]
+        found[: values.numel()] = values
         return found
 
     @torch.no_grad()
     def write(self, intervals: Intervals, values: Tensor) -> None:
         """Copy values into the parameters."""
-        for stretch in self._stretches(intervals):
-            own = self._part(stretch)
-            if own is not None:
-                source = values[stretch.offset : stretch.offset + stretch.size]
-                own.copy_(source) if own.data_ptr() != source.data_ptr() else None
+        self._forget()
+        for device, (targets, sources) in self._pairs(intervals, values).items():
+            if device == values.device:
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source) if target.data_ptr() != source.data_ptr() else None
+            else:
+                self._copies_of(device).store(targets, sources)
 
     @torch.no_grad()
     def add(self, intervals: Intervals, values: Tensor) -> None:
         """Add values to the parameters."""
+        self._forget()
+        for device, (targets, sources) in self._pairs(intervals, values).items():
+            if device == values.device:
+                for target, source in zip(targets, sources, strict=True):
+                    target += source
+            else:
+                self._copies_of(device).add(targets, sources)
+
+    def _pairs(self, intervals: Intervals, values: Tensor) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
+        """Parts of the parameters and the values that belong to them, by device."""
+        found: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for stretch in self._stretches(intervals):
             own = self._part(stretch)
             if own is not None:
-                own += values[stretch.offset : stretch.offset + stretch.size].to(own.device)
+                targets, sources = found.setdefault(own.device, ([], []))
+                targets.append(own)
+                sources.append(values[stretch.offset : stretch.offset + stretch.size])
+        return found
 
     @torch.no_grad()
     def add_segment(self, segment: Segment, mode: int) -> None:
         """Add what a segment decodes to; of a sparse one only its entries are touched."""
+        self._forget()
         if segment.payload.codec != "sparse":
             here = segment.intervals & self.available
             decoded = torch.zeros(here.numel)
@@ -255,9 +345,13 @@ class ModuleWeights:
             bounds = torch.tensor([stretch.offset, stretch.offset + stretch.size])
             first, last = torch.searchsorted(indices, bounds).tolist()
             own = self._part(stretch)
-            if own is not None and last > first:
-                places = indices[first:last] - stretch.offset
-                own.index_add_(0, places.to(own.device), values[first:last].to(own.device))
+            if own is None or last == first:
+                continue
+            places = indices[first:last] - stretch.offset
+            if own.device.type == "cpu":
+                own.index_add_(0, places, values[first:last].to(own.dtype))
+            else:
+                self._copies_of(own.device).add_entries(own, places, values[first:last])
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
         """Round values as the parameters would."""
@@ -304,7 +398,9 @@ class ModuleWeights:
 
 def gradients_of(weights: ModuleWeights, layout: Layout) -> ModuleWeights:
     """The gradients of the same parameters; a parameter without a gradient counts as zero."""
-    return ModuleWeights(weights.parameters, layout, weights.held, source=lambda parameter: parameter.grad)
+    return ModuleWeights(
+        weights.parameters, layout, weights.held, source=lambda parameter: parameter.grad, copies=weights.copies
+    )
 
 
 def flat_local(tensor: Tensor) -> Tensor:

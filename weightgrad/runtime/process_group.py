@@ -2,8 +2,8 @@
 
 What holds for `SiteGroup.mean`: on the CPU, vectors are summed in the order of the ranks, so a site gives the same bits
 every time, and the same as the simulator. On a GPU it is NCCL's all-reduce, which sums in an order of its own: the
-ranks of a site agree on the bits, but another run may differ in the last of them. Gradients, encoded or not, are CPU
-vectors wherever the model is, so only buffers on a GPU (statistics of batch norm) are averaged in NCCL's order.
+ranks of a site agree on the bits, but another run may differ in the last of them. Gradients that are averaged as they
+are stay on the GPU; gradients that are encoded, clipped or corrected go through the host.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SiteGroup:
         """
         if self.size == 1:
             return flat.clone()
-        if flat.is_cuda:
+        if flat.device.type != "cpu":
             total = flat.clone()
             dist.all_reduce(total, group=self._group)
             self.sent_bytes += 2 * (self.size - 1) * flat.numel() * 4 // self.size

@@ -124,7 +124,9 @@ class RankStep:
                 else:
                     self._options = substep.change(self._optimizer)  # the user's own step is the last one
         elif self._exchange is not None:
-            room = torch.empty(max(bucket.stop - bucket.start for bucket in self._exchange.buckets))
+            # A plain mean stays on the device (NCCL); codecs and the order of the sum on the CPU need the host.
+            device = self._weights.device if self._exchange.plain_mean else torch.device("cpu")
+            room = torch.empty(max(bucket.stop - bucket.start for bucket in self._exchange.buckets), device=device)
             for place, bucket in enumerate(self._exchange.buckets):
                 own = read_gradient(self.gradients, bucket.intervals, room)
                 write_gradient(self.gradients, *self._exchange.mean(place, own, number))
@@ -243,6 +245,7 @@ class _MasterWeights:
 
     def release(self) -> None:
         """Send the weights to all ranks, and compute on what came from all ranks; called on every rank."""
+        self._take_back()  # a round may have moved them
         payloads = self._server.released()
         if payloads is None:
             self.send_again()
@@ -286,7 +289,7 @@ class _MasterWeights:
             if place not in views:
                 parameter.grad = None
             elif parameter.grad is None:
-                parameter.grad = views[place].clone()
+                parameter.grad = views[place].to(parameter, copy=True)
             else:
                 parameter.grad.copy_(views[place])
 
@@ -311,12 +314,20 @@ class _MasterWeights:
 
     def moved(self) -> None:
         """The optimizer has stepped."""
+        self._take_back()
         self._server.moved()
+
+    def _take_back(self) -> None:
+        """Bring the master weights from parameters on a device, where they are copies and not the same memory."""
+        for place, view in zip(self._served, self._server.layout.views(self._flat), strict=True):
+            if self._parameters[place].device != view.device:
+                view.copy_(self._parameters[place].detach())
 
     def quantized(self, key: int) -> tuple[Payload, ...] | None:
         """The master weights of all ranks, encoded by the curvature that this site has seen; called on every rank."""
         if (encoder := self._server.weight_encoder) is None:
             return None
+        self._take_back()
         states = encoder.init(self._layout, served=self._served)
         curvature = self._server.curvature()
         own = encoder.encode(self._layout, self._flat, curvature, states, key, served=self._served)
@@ -335,7 +346,10 @@ class _MasterWeights:
 
 
 def _let_be(parameter: nn.Parameter, view: Tensor) -> None:
-    if parameter.data_ptr() != view.data_ptr():
+    """Let a parameter have these values: in this memory, or as a copy if it is on a device."""
+    if parameter.device != view.device:
+        parameter.detach().copy_(view)
+    elif parameter.data_ptr() != view.data_ptr():
         parameter.data = view
 
 

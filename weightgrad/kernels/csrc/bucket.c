@@ -2,7 +2,7 @@
  *
  * For each bucket: norm = max|h| or ||h||_2 where h = x, or x + residual;
  * code = floor(L*h/norm + L + noise); value = (code - L) * (norm / L).
- * With a residual: residual = h - value.
+ * With a residual: residual = h - value. Without one, x may be cut to +-limit on the way (clip(...) > qsgd(...)).
  *
  * The L2 norm is summed in double over eight interleaved lanes (lane i takes elements i, i+8,
  * ..); eight rows of lanes make a group, the groups are added in order, and the lanes are halved:
@@ -14,18 +14,23 @@
  */
 #include "units.h"
 
-static float bucket_norm(const float *x, const float *residual, size_t m, int kind) {
+/* An element before it is quantized. */
+static inline float given_h(const float *x, const float *residual, size_t i, float limit) {
+    return residual ? x[i] + residual[i] : wg_clamp(x[i], limit);
+}
+
+static float bucket_norm(const float *x, const float *residual, size_t m, int kind, float limit) {
     if (kind == WG_NORM_MAX) {
         uint32_t top = 0;
         for (size_t i = 0; i < m; i++) {
-            uint32_t u = wg_magnitude(residual ? x[i] + residual[i] : x[i]);
+            uint32_t u = wg_magnitude(given_h(x, residual, i, limit));
             top = u > top ? u : top;
         }
         return wg_float(top);
     }
     double lane[8] = {0}, group[8] = {0};
     for (size_t i = 0; i < m; i++) {
-        double h = residual ? x[i] + residual[i] : x[i];
+        double h = given_h(x, residual, i, limit);
         group[i & 7] += h * h;
         if ((i + 1) % 64 == 0 || i + 1 == m)
             for (int k = 0; k < 8; k++) {
@@ -46,7 +51,7 @@ void wg_quantize_run(const float *x, float *residual, size_t m, const wg_quantiz
     for (size_t i = 0; i < m;) {
         size_t part = m - i < sizeof level ? m - i : sizeof level;
         for (size_t j = 0; j < part; j++) {
-            float h = residual ? x[i + j] + residual[i + j] : x[i + j];
+            float h = given_h(x, residual, i + j, q->limit);
             uint32_t noise = q->stochastic ? wg_noise(q->key, index + i + j) : 0x8000u;
             uint32_t code = wg_level(h, ruler, q->levels, noise, clamp);
             if (residual) residual[i + j] = h - wg_value(code, q->levels, ruler.scale);
@@ -62,7 +67,7 @@ static uint64_t quantize(const float *x, float *residual, uint64_t n, const wg_q
     for (uint64_t i = 0, b = 0; i < n; i += q->bucket, b++) {
         size_t m = n - i < q->bucket ? n - i : q->bucket;
         float *r = residual ? residual + i : NULL;
-        float norm = q->norm == WG_NORM_GIVEN ? scales[b] * (float)q->levels : bucket_norm(x + i, r, m, q->norm);
+        float norm = q->norm == WG_NORM_GIVEN ? scales[b] * (float)q->levels : bucket_norm(x + i, r, m, q->norm, q->limit);
         if (wg_magnitude(norm) >= WG_INFINITY) return i;
         wg_ruler ruler = wg_make_ruler(norm, q->levels);
         if (q->norm == WG_NORM_GIVEN) ruler.scale = scales[b];

@@ -9,6 +9,12 @@ ALWAYS_INLINE F8 load_sum(const float *x, const float *residual) {
     return residual ? _mm256_add_ps(h, _mm256_loadu_ps(residual)) : h;
 }
 
+/* Cut to +-limit. A NaN stays one: the second operand is what these instructions return then. */
+ALWAYS_INLINE F8 cut8(F8 h, F8 limit, const int clips) {
+    if (!clips) return h;
+    return _mm256_max_ps(_mm256_sub_ps(_mm256_setzero_ps(), limit), _mm256_min_ps(limit, h));
+}
+
 ALWAYS_INLINE uint32_t max_norm(const float *x, const float *residual, size_t m) {
     I8 top[4];
     for (int j = 0; j < 4; j++) top[j] = _mm256_setzero_si256();
@@ -26,7 +32,8 @@ ALWAYS_INLINE uint32_t max_norm(const float *x, const float *residual, size_t m)
     return result;
 }
 
-ALWAYS_INLINE float l2_norm(const float *x, const float *residual, size_t m) {
+ALWAYS_INLINE float l2_norm(const float *x, const float *residual, size_t m, float limit, const int clips) {
+    const F8 cut = _mm256_set1_ps(limit);
     __m256d low = _mm256_setzero_pd(), high = low;
     double lane[8], rest[8] = {0};
     size_t i = 0;
@@ -34,7 +41,7 @@ ALWAYS_INLINE float l2_norm(const float *x, const float *residual, size_t m) {
         const size_t stop = i + 64 <= m ? i + 64 : m / 8 * 8;
         __m256d a = _mm256_setzero_pd(), b = a;
         for (; i < stop; i += 8) {
-            F8 h = load_sum(x + i, residual ? residual + i : NULL);
+            F8 h = cut8(load_sum(x + i, residual ? residual + i : NULL), cut, clips);
             __m256d first = _mm256_cvtps_pd(_mm256_castps256_ps128(h)), second = _mm256_cvtps_pd(_mm256_extractf128_ps(h, 1));
             a = _mm256_add_pd(a, _mm256_mul_pd(first, first));
             b = _mm256_add_pd(b, _mm256_mul_pd(second, second));
@@ -51,7 +58,7 @@ ALWAYS_INLINE float l2_norm(const float *x, const float *residual, size_t m) {
     _mm256_storeu_pd(lane + 4, high);
     if (i < m) {
         for (size_t k = i; k < m; k++) {
-            double h = residual ? x[k] + residual[k] : x[k];
+            double h = residual ? x[k] + residual[k] : wg_clamp(x[k], limit);
             rest[k & 7] += h * h;
         }
         for (int k = 0; k < 8; k++) lane[k] += rest[k];
@@ -90,7 +97,9 @@ ALWAYS_INLINE void pack32(I8 codes, const int bits, uint8_t *out) {
 }
 
 ALWAYS_INLINE void encode_run(const float *x, float *residual, size_t m, const wg_quantizer *q, wg_ruler ruler,
-                              uint64_t index, uint8_t *codes, const int bits, const int stochastic, const int given) {
+                              uint64_t index, uint8_t *codes, const int bits, const int stochastic, const int given,
+                              const int clips) {
+    const F8 cut = _mm256_set1_ps(q->limit);
     const F8 inverse = _mm256_set1_ps(ruler.inverse), scale = _mm256_set1_ps(ruler.scale);
     const F8 limit = _mm256_set1_ps((float)(q->levels * 65536)), negative = _mm256_set1_ps(-(float)(q->levels * 65536));
     const I8 levels = same((uint32_t)q->levels), offset = same((uint32_t)q->levels << 16);
@@ -107,7 +116,7 @@ ALWAYS_INLINE void encode_run(const float *x, float *residual, size_t m, const w
         if (stochastic) noise32(&source, noise);
         for (int j = 0; j < 4; j++) {
             const size_t at = i + 8 * (size_t)j;
-            F8 h = load_sum(x + at, residual ? residual + at : NULL);
+            F8 h = cut8(load_sum(x + at, residual ? residual + at : NULL), cut, clips);
             F8 y = _mm256_mul_ps(h, inverse);
             if (given) y = _mm256_max_ps(_mm256_min_ps(y, limit), negative);
             I8 fixed = _mm256_add_epi32(_mm256_cvtps_epi32(y), offset);
@@ -120,22 +129,23 @@ ALWAYS_INLINE void encode_run(const float *x, float *residual, size_t m, const w
 }
 
 ALWAYS_INLINE uint64_t encode_all(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
-                                  float *scales, const int bits, const int stochastic) {
+                                  float *scales, const int bits, const int stochastic, const int clips) {
     for (uint64_t i = 0, b = 0; i < n; i += q->bucket, b++) {
         const size_t m = n - i < q->bucket ? n - i : q->bucket;
         float *r = residual ? residual + i : NULL;
         const int given = q->norm == WG_NORM_GIVEN;
         float norm = given                    ? scales[b] * (float)q->levels
                      : q->norm == WG_NORM_MAX ? wg_float(max_norm(x + i, r, m))
-                                              : l2_norm(x + i, r, m);
+                                              : l2_norm(x + i, r, m, q->limit, clips);
+        if (clips && q->norm == WG_NORM_MAX && norm > q->limit && wg_magnitude(norm) < WG_INFINITY) norm = q->limit;
         if (wg_magnitude(norm) >= WG_INFINITY) return i;
         wg_ruler ruler = wg_make_ruler(norm, q->levels);
         if (given) ruler.scale = scales[b];
         scales[b] = ruler.scale;
         uint8_t *to = codes + i / 8 * (uint64_t)bits;
         if (ruler.before != 1.0f) wg_quantize_run(x + i, r, m, q, ruler, q->first + i, to);
-        else if (given) encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 1);
-        else encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 0);
+        else if (given) encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 1, clips);
+        else encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 0, clips);
     }
     return n;
 }
@@ -143,10 +153,13 @@ ALWAYS_INLINE uint64_t encode_all(const float *x, float *residual, uint64_t n, c
 ALWAYS_INLINE uint64_t encode_noise(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
                                     float *scales, const int bits) {
     if (residual)
-        return q->stochastic ? encode_all(x, residual, n, q, codes, scales, bits, 1)
-                             : encode_all(x, residual, n, q, codes, scales, bits, 0);
-    return q->stochastic ? encode_all(x, NULL, n, q, codes, scales, bits, 1)
-                         : encode_all(x, NULL, n, q, codes, scales, bits, 0);
+        return q->stochastic ? encode_all(x, residual, n, q, codes, scales, bits, 1, 0)
+                             : encode_all(x, residual, n, q, codes, scales, bits, 0, 0);
+    if (q->limit < INFINITY)
+        return q->stochastic ? encode_all(x, NULL, n, q, codes, scales, bits, 1, 1)
+                             : encode_all(x, NULL, n, q, codes, scales, bits, 0, 1);
+    return q->stochastic ? encode_all(x, NULL, n, q, codes, scales, bits, 1, 0)
+                         : encode_all(x, NULL, n, q, codes, scales, bits, 0, 0);
 }
 
 uint64_t wg_quantize_avx2(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes, float *scales) {

@@ -1,0 +1,374 @@
+"""What is done on the pretend accelerator, each in a process: `run_case.py CASE [ARGUMENTS]`.
+
+Every case is a process of its own, because a device is known to the whole process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.accelerator import pretend
+from tests.accelerator.pretend import ACCELERATOR, Counts, HostReadError, MixedDevicesError, Traffic
+from tests.accelerator.streams import DeviceModule, RaceError, current_stream, stream
+from tests.runtime import user_sites
+from tests.runtime.user_sites import Meet
+from weightgrad import codecs, kernels
+from weightgrad.core.layout import Layout
+from weightgrad.runtime import device_copies
+from weightgrad.runtime.device_copies import DeviceCopies
+from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter
+from weightgrad.runtime.session import Site, join
+from weightgrad.wire.intervals import Intervals
+
+DEVICE = torch.device("privateuseone", 0)  # its name until `register` has been called
+Case = Callable[..., None]
+CASES: dict[str, Case] = {}
+STEPS = 8
+
+
+def case(function: Case) -> Case:
+    """Let a function be called by its name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def raises(kind: type[BaseException], work: Callable[[], object]) -> None:
+    try:
+        work()
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def same(first: Tensor, second: Tensor) -> None:
+    assert torch.equal(pretend.values(first), pretend.values(second)), (first, second)
+
+
+# -- the device itself ---------------------------------------------------------------------------
+
+
+@case
+def refuses() -> None:
+    """What would fail or be slow on a GPU raises."""
+    here, there = torch.ones(3), torch.ones(3).to(DEVICE)
+    raises(MixedDevicesError, lambda: here + there)
+    raises(MixedDevicesError, lambda: there.add_(here))
+    raises(MixedDevicesError, lambda: there[torch.tensor([0, 1])])
+    raises(TypeError, lambda: there.numpy())
+    raises(TypeError, lambda: there.data_ptr() + 4)
+    library = kernels.native.library_for(here)
+    if library is not None:
+        import ctypes
+
+        raises(ctypes.ArgumentError, lambda: library.wg_largest(there.data_ptr(), 3))
+    assert kernels.native.library_for(there) is None
+    assert there.data_ptr() == there.view(3, 1).data_ptr()
+    assert there.data_ptr() != there[1:].data_ptr()
+    raises(AssertionError, lambda: torch.get_device_module(DEVICE).synchronize())
+    raises(AssertionError, lambda: torch.empty(3).copy_(there, non_blocking=True))  # not pinned
+    same(there + 1, here + 1)
+    with ACCELERATOR.counted() as counts:
+        assert float(there.sum()) == 3
+    assert counts.reads == ["user"]
+    flat = torch.ones(3, dtype=torch.float64).to(DEVICE)
+    raises(HostReadError, lambda: codecs.parse("fp32").encode(flat, {}, 0))  # asks whether all of it is finite
+
+
+@case
+def counts() -> None:
+    """Copies are counted each way, in number and bytes, and those for which the host waits."""
+    with ACCELERATOR.counted() as found:
+        there = torch.ones(3, dtype=torch.bfloat16).to(DEVICE)
+        (there * 2 + there).clone()
+        there.cpu()
+        torch.empty(3).copy_(there)
+    assert found.to_device == Traffic(1, 6)
+    assert found.to_host == Traffic(2, 12)
+    assert found.blocking == 3
+
+
+@case
+def copies_need_to_be_waited_for() -> None:
+    """The target of a copy holds garbage, and its source must be left alone, until an event is waited for."""
+    there = torch.arange(4.0).to(DEVICE)
+    room = ACCELERATOR.pinned(16, DEVICE).view(torch.float32)
+    room.copy_(there, non_blocking=True)
+    assert not torch.equal(room, torch.arange(4.0))
+    event = current_stream().record_event()
+    assert not torch.equal(room, torch.arange(4.0)), "recording is not waiting"
+    event.synchronize()
+    same(room, torch.arange(4.0))
+    there.copy_(room, non_blocking=True)
+    room.fill_(7)
+    raises(RaceError, lambda: current_stream().synchronize())
+
+
+@case
+def streams_need_to_wait() -> None:
+    """A stream that uses what another has written, or writes what another reads, must wait for it."""
+    own = DeviceModule.Stream()
+    there = torch.zeros(4).to(DEVICE).mul_(2)
+
+    def beside() -> Tensor:
+        with stream(own):
+            return there + 1
+
+    raises(RaceError, beside)
+    own.wait_stream(current_stream())
+    found = beside()
+    raises(RaceError, lambda: there.add_(1))
+    raises(RaceError, lambda: found + 1)
+    current_stream().wait_event(own.record_event())
+    there.add_(1)
+    same(found + 1, torch.full((4,), 2.0))
+    with stream(own):
+        event = own.record_event()
+    event.synchronize()  # what the host has waited for comes before all that it asks for
+    there.add_(found)
+
+
+# -- copies of the package -----------------------------------------------------------------------
+
+
+def _parameters(*tensors: Tensor) -> tuple[list[NamedParameter], Layout]:
+    named = [NamedParameter(f"p{place}", nn.Parameter(one.to(DEVICE))) for place, one in enumerate(tensors)]
+    return named, Layout.of_shapes((one.name, one.shape) for one in named)
+
+
+@case
+def rooms_are_used_again() -> None:
+    """More than fits the rooms, each way, with other work of the user's stream in between."""
+    device_copies._ROOM = 64  # elements: many rooms are needed
+    values = torch.randn(5, 100)
+    there = values.to(DEVICE)
+    copies = DeviceCopies(DEVICE)
+    out = torch.empty(500)
+    copies.read(list(there.view(-1).split(70)), list(out.split(70)))
+    same(out, values.view(-1))
+    with ACCELERATOR.counted() as found:
+        copies.store([there.view(-1)], [out * 2])
+        copies.add([there.view(-1)], [out])
+        there.mul_(2)
+        copies.add_entries(there.view(-1), torch.tensor([3, 499]), torch.tensor([1.0, 2.0]))
+    expected = (values.view(-1) * 2 + values.view(-1)) * 2
+    expected[3] += 1
+    expected[499] += 2
+    same(there.view(-1), expected)
+    assert found.blocking == 0
+    assert found.to_device.nbytes == 500 * 4 * 2 + 2 * (4 + 4)
+
+
+@case
+def weights_cross_in_their_dtype() -> None:
+    """Expected or not, once, and as many bytes as they have on the device."""
+    first, second = torch.randn(3, 5), torch.randn(40).to(torch.bfloat16)
+    named, layout = _parameters(first, second)
+    weights = ModuleWeights(named, layout)
+    whole = torch.cat((first.view(-1), second.float()))
+    parts = [Intervals(((0, 20),)), Intervals(((20, 30), (40, 55))), Intervals(((30, 40),))]
+
+    def expected(part: Intervals) -> Tensor:
+        return torch.cat([whole[start:stop] for start, stop in part.spans])
+
+    for told in (True, False):
+        with ACCELERATOR.counted() as found:
+            weights.expect(parts if told else ())
+            for part in parts:
+                same(weights.read(part, torch.empty(part.numel)), expected(part))
+        assert found.to_host == Traffic(5, 4 * 15 + 2 * 40)
+        assert found.blocking == 0
+    with ACCELERATOR.counted() as found:
+        weights.write(Intervals.whole(55), whole * 2)
+        weights.add(Intervals.whole(55), whole)
+    same(named[0].parameter, first * 2 + first)
+    same(named[1].parameter, ((second * 2).float() + second.float()).to(torch.bfloat16))
+    assert found.to_device == Traffic(4, (4 * 15 + 2 * 40) + 4 * 55)
+    with ACCELERATOR.counted() as found:
+        there = torch.empty(15, device=DEVICE)
+        same(weights.read(Intervals.whole(15), there), (first * 3).view(-1))
+        weights.write(Intervals.whole(15), there * 2)
+    assert found == Counts(), "nothing crosses where the memory given is on the device"
+
+
+# -- a whole site --------------------------------------------------------------------------------
+
+
+class Trial:
+    """A site that trains on the device or on the host, and what crossed in each of its steps."""
+
+    def __init__(self, strategy: str, device: torch.device, **options: Any) -> None:
+        self.device, self.options = device, options
+        self.dtype: torch.dtype = options.pop("dtype", torch.float32)
+        self.scaled: bool = options.pop("scaled", False)
+        self.make: Callable[[Iterator[nn.Parameter]], Optimizer] = options.pop("make", lambda p: AdamW(p, lr=0.02))
+        self.steps: list[Counts] = []
+        results, self.global_model = user_sites.run_sites(strategy, self._script, "east")
+        self.model: Tensor = results["east"]
+
+    def _script(self, site: Site, meet: Meet) -> Tensor:
+        model: nn.Module = user_sites.network().to(self.dtype)
+        if self.device.type != "cpu":
+            pretend.moved(model)
+        model, optimizer = site.prepare(model, self.make(model.parameters()), **self.options)
+        scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**8, growth_interval=1000)
+        meet()
+        for step in range(STEPS):
+            x, y = user_sites.batch("east", step)
+            scores = model(x.to(self.dtype).to(self.device)).float()
+            loss = functional.cross_entropy(scores, y.to(self.device))
+            (scaler.scale(loss) if self.scaled else loss).backward()
+            with ACCELERATOR.counted() as counts:
+                if self.scaled:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+            self.steps.append(counts)
+            optimizer.zero_grad()
+        site.leave()
+        return torch.cat([pretend.values(p.detach()).float().flatten() for p in model.parameters()])
+
+
+NUMEL, TENSORS = 146, 4
+TIMED = ("auto", "gaia")  # they follow measured times, so that no two runs have the same bits
+
+
+@case
+def equals_the_host(strategy: str) -> None:
+    """A site on the device ends with the same bits as one on the host, and the host never waits for a copy at once."""
+    ACCELERATOR.readers = set()
+    there = Trial(strategy, DEVICE)
+    same(there.model, there.global_model)
+    if strategy not in TIMED:
+        same(there.global_model, Trial(strategy, torch.device("cpu")).global_model)
+    measured = strategy.startswith("weightgrad")  # the significance trigger looks at a sample now and then
+    assert all(counts.reads == [] and (counts.blocking == 0 or measured) for counts in there.steps)
+
+
+@case
+def a_round_copies_the_shard_once() -> None:
+    """Between rounds nothing crosses; at a round the weights do once, each way."""
+    for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
+        trial = Trial("diloco, every: 4", DEVICE, dtype=dtype)
+        for step, counts in enumerate(trial.steps):
+            round_ = step % 4 == 3
+            expected = Traffic(TENSORS, width * NUMEL) if round_ else Traffic()
+            assert counts == Counts(expected, expected), (dtype, step, counts)
+
+
+@case
+def gradients_cross_at_every_step() -> None:
+    """Strategies that share gradients have a round at every step, and no other copies."""
+    for counts in Trial("qsgd", DEVICE).steps:
+        assert counts == Counts(Traffic(TENSORS, 4 * NUMEL), Traffic(TENSORS, 4 * NUMEL))
+
+
+@case
+def sparse_results_cross_as_entries() -> None:
+    """Of a sparse result that comes during training only the entries cross: a place and a value, four bytes each."""
+    trial = Trial("weightgrad, every: 4", DEVICE)
+    crossed = [counts.to_device.nbytes for counts in trial.steps]
+    assert any(0 < nbytes < 4 * NUMEL for nbytes in crossed), crossed
+    assert all(nbytes % 8 == 0 for nbytes in crossed)
+
+
+@case
+def scalers_and_optimizers() -> None:
+    """GradScaler, foreach and bfloat16: the same as on the host, and one value read for a step of a scaler."""
+    ACCELERATOR.readers = {"step_hooks.py:_scaler_skips"}
+    makers: tuple[Callable[[Iterator[nn.Parameter]], Optimizer], ...] = (
+        lambda p: AdamW(p, lr=0.02, foreach=True),
+        lambda p: SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    )
+    for make, strategy in itertools.product(makers, ("diloco, every: 4", "baseline")):
+        there = Trial(strategy, DEVICE, scaled=True, make=make)
+        here = Trial(strategy, torch.device("cpu"), scaled=True, make=make)
+        same(there.global_model, here.global_model)
+        assert [counts.reads for counts in there.steps] == [["step_hooks.py:_scaler_skips"]] * STEPS
+    for strategy in ("diloco, every: 4", "weightgrad", "streaming"):
+        there = Trial(strategy, DEVICE, dtype=torch.bfloat16)
+        here = Trial(strategy, torch.device("cpu"), dtype=torch.bfloat16)
+        same(there.global_model, here.global_model)
+
+
+# -- ranks of a site -----------------------------------------------------------------------------
+
+
+@case
+def rank(server: str, kind: str, out: str) -> None:
+    """One of the ranks of a site, on the device or on the host; leaves its model in a file."""
+    on_device = "device" in kind
+    device = DEVICE if on_device else torch.device("cpu")
+    with join(server, site="east", insecure=True, timeout=300) as site:
+        model: nn.Module = user_sites.network()
+        if on_device:
+            pretend.moved(model)
+        if "shards" in kind:
+            _shard(model, site.group.rank, site.group.size)
+        model, optimizer = site.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+        steps = []
+        for step in range(STEPS):
+            _gradients(model, device, step, 0 if "shards" in kind else site.group.rank)
+            with ACCELERATOR.counted() as found:
+                optimizer.step()
+            steps.append((found.to_host.nbytes, found.to_device.nbytes, found.blocking))
+            optimizer.zero_grad()
+    local = [_local(parameter) for parameter in model.parameters()]
+    torch.save((steps, torch.cat([pretend.values(one).flatten() for one in local])), f"{out}/{site.group.rank}.pt")
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    found: Tensor = parameter.detach()
+    return found.to_local() if hasattr(found, "to_local") else found
+
+
+def _shard(model: nn.Module, rank: int, ranks: int) -> None:
+    """Let each rank have some rows of every parameter, as FSDP2 does, in DTensors whose memory is on the device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    mesh = init_device_mesh("cpu", (ranks,))  # only who the ranks are; nothing is exchanged over it
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            whole = parameter.detach()
+            rows = -(-whole.shape[0] // ranks)
+            local = whole[rank * rows : (rank + 1) * rows].clone()
+            meta = TensorMeta(whole.shape, torch.Size(whole.stride()), whole.dtype)
+            spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+            made = DTensor(local, spec, requires_grad=False)
+            module._parameters[name] = nn.Parameter(made)
+
+
+def _gradients(model: nn.Module, device: torch.device, step: int, rank: int) -> None:
+    """Leave gradients, as FSDP2 leaves them on shards: what they are does not matter, only where."""
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    parameter: Any
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape, generator=draw)
+        if not hasattr(parameter, "to_local"):
+            parameter.grad = whole.to(device)
+            continue
+        from torch.distributed.tensor import DTensor
+
+        local = parameter.to_local()
+        first = parameter.__create_chunk_list__()[0].offsets[0]
+        own = whole[first : first + local.shape[0]].to(device)
+        parameter.grad = DTensor(own, parameter._spec, requires_grad=False)
+
+
+def main(name: str, *arguments: str) -> None:
+    """Do one thing on the device."""
+    torch.set_num_threads(1)
+    pretend.register()
+    device_copies.pinned = ACCELERATOR.pinned
+    CASES[name](*arguments)

@@ -1,0 +1,77 @@
+"""The site path on an accelerator that this machine does not have: what crosses to the host, when, and in what order.
+
+`pretend.py` says what the pretend accelerator refuses, `cases.py` has the cases, each a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.accelerator import processes
+from tests.runtime.deployment import PATIENCE_S
+from tests.runtime.user_sites import served
+
+CASES = (
+    "refuses",
+    "counts",
+    "copies_need_to_be_waited_for",
+    "streams_need_to_wait",
+    "rooms_are_used_again",
+    "weights_cross_in_their_dtype",
+    "a_round_copies_the_shard_once",
+    "gradients_cross_at_every_step",
+    "sparse_results_cross_as_entries",
+    "scalers_and_optimizers",
+)
+STRATEGIES = (
+    "auto", "baseline", "dgc", "diloco, every: 4", "gaia", "powersgd", "adaptive", "sparseloco, every: 4",
+    "streaming", "terngrad", "weightgrad", "weightgrad-paper",
+)  # fmt: skip
+NUMEL = 146
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, tmp_path: Path) -> None:
+    processes.run(case, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_site_on_the_device_ends_with_the_bits_of_one_on_the_host(strategy: str, tmp_path: Path) -> None:
+    processes.run("equals_the_host", strategy, out=tmp_path)
+
+
+def ranks(
+    strategy: str, kind: str, out: Path
+) -> tuple[list[tuple[list[tuple[int, int, int]], torch.Tensor]], torch.Tensor]:
+    """A site of two ranks, to its end: what crossed in each rank's steps with its weights, and the global model."""
+    out.mkdir()
+    with served(strategy, "east") as hub:
+        started = processes.start_ranks(kind, hub.address, 2, out)
+        hub.until(lambda: all(process.poll() is not None for process, _ in started))
+        codes = [process.wait(PATIENCE_S) for process, _ in started]
+        assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for _, log in started)
+        return [
+            torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)
+        ], hub.global_model.vector.clone()
+
+
+def test_ranks_with_a_local_server(tmp_path: Path) -> None:
+    """Master weights are on the host, and parameters on the device are copies of them."""
+    results, there = ranks("weightgrad-paper", "device", tmp_path / "device")
+    _, here = ranks("weightgrad-paper", "host", tmp_path / "host")
+    assert torch.equal(there, here)
+    assert all(torch.equal(results[0][1], weights) for _, weights in results)
+
+
+def test_shards_as_fsdp2_has_them(tmp_path: Path) -> None:
+    """A rank copies the rows that it has, at a round, and nothing in between."""
+    results, there = ranks("diloco, every: 4", "device shards", tmp_path / "device")
+    _, here = ranks("diloco, every: 4", "host shards", tmp_path / "host")
+    assert torch.equal(there, here)
+    for steps, weights in results:
+        own = 4 * weights.numel()
+        assert steps == [(own, own, 0) if step % 4 == 3 else (0, 0, 0) for step in range(8)]
+    assert sum(weights.numel() for _, weights in results) == NUMEL
