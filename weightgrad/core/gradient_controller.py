@@ -175,9 +175,7 @@ class GradientController:
     def _is_now(self, choice: Choice, overlap: int) -> bool:
         return (choice.codec, overlap) == (self.now.schedule.up, self.now.schedule.overlap)
 
-    def _seconds(
-        self, choice: Choice, overlap: int, lines: Mapping[str, tuple[float, float]], step: float
-    ) -> float:
+    def _seconds(self, choice: Choice, overlap: int, lines: Mapping[str, tuple[float, float]], step: float) -> float:
         """Seconds of a step of the whole run."""
         nbytes = self._nbytes(choice)
         coding = 0.0 if choice.bits >= 32 else 8 * self.numel / self.codec_bytes_s

@@ -276,10 +276,10 @@ def copy_state(source: Optimizer, target: Optimizer) -> None:
             target.state.pop(own, None)
             continue
         before = target.state.get(own, {})
-        target.state[own] = {name: _copied(value, before.get(name)) for name, value in state.items()}
+        target.state[own] = {name: copied(value, before.get(name)) for name, value in state.items()}
 
 
-def _copied(value: Any, room: Any) -> Any:
+def copied(value: Any, room: Any) -> Any:
     """A copy of a value of an optimizer's state, in memory that is there already if it fits."""
     if not isinstance(value, Tensor):
         return value

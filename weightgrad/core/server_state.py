@@ -17,8 +17,8 @@ from torch import Tensor
 
 from weightgrad.codecs import Codec
 from weightgrad.core.controller import Controller
-from weightgrad.core.gradient_controller import GradientController
 from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.gradient_controller import GradientController
 from weightgrad.core.guard import Guard
 from weightgrad.core.local_model import scatter
 from weightgrad.core.membership import Members

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,7 @@ from weightgrad.kernels.noise import derive
 from weightgrad.local.weight_encoder import decode_flat
 from weightgrad.runtime import sparse_gradients
 from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.ahead_replica import AheadReplica
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.final_state import SiteFinalState, all_buffers
 from weightgrad.runtime.join_options import JoinOptions
@@ -139,7 +140,7 @@ class SiteTraining:
             averaged=model.averages_gradients,
         )
         self._share = ReplicaExchange(model.sharding, group, model.weights)
-        self._replica: UserReplica | None = None
+        self._replica: UserReplica | AheadReplica | None = None
         self.shard = self._make_shard()
         self.shard.served = reply.served
         self.checkpoint: SiteCheckpoint | None = None
@@ -155,7 +156,7 @@ class SiteTraining:
             shard = UpdateShard(self.name, model.layout, model.weights, self._plan.for_shard, key)
             model.weights.end(changed=False)
             return shard
-        self._replica = UserReplica(
+        replica = UserReplica(
             model.weights,
             self.rank_step.gradients,
             model.optimizer,
@@ -163,6 +164,9 @@ class SiteTraining:
             self._share,
             self._step_now,
         )
+        self._replica = replica
+        if self._plan.resume.ahead:
+            self._replica = AheadReplica(replica, lambda: self.shard.in_flight, lambda: model.announced.rate)
         return GradientShard(self.name, model.layout, model.weights, self._plan.for_shard, key, self._replica)
 
     def _step_now(self) -> None:
@@ -202,6 +206,8 @@ class SiteTraining:
         else:
             self._follow()
         self._model.weights.end(changed=False)
+        if self._replica is not None:
+            self._replica.resume_passes()
         if restored is None or self._moved:
             self.rank_step.for_passes()
         else:
@@ -327,7 +333,8 @@ class SiteTraining:
         every = self._options.checkpoint_every
         if self.checkpoint is not None and self.steps // every > before // every:  # a late site may skip some steps
             self.rank_step.for_rounds()
-            self.checkpoint.write(self.steps, self.coordinator)
+            with self._replica.at_global_model() if self._replica is not None else nullcontext():
+                self.checkpoint.write(self.steps, self.coordinator)
             self.rank_step.for_passes(release=False)
 
     def _decide(self) -> None:

@@ -230,7 +230,9 @@ def auto_sets_the_schedule(strategy: Strategy) -> None:
 def the_other_row_is_one(strategy: Strategy) -> None:
     """What the strategy becomes with another optimizer is a strategy, too."""
     if not isinstance(strategy.nonlinear, Mapping):
-        raise StrategyError(f"nonlinear = {strategy.nonlinear!r}; it is a table of parts, such as {{shares: gradients}}")
+        raise StrategyError(
+            f"nonlinear = {strategy.nonlinear!r}; it is a table of parts, such as {{shares: gradients}}"
+        )
     unknown = [name for name in strategy.nonlinear if name not in strategy.to_dict() or name in ("name", "about")]
     if unknown:
         raise StrategyError(f"nonlinear: a strategy has no part {unknown[0]!r}")
