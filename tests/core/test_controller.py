@@ -258,8 +258,8 @@ def test_state_survives() -> None:
     again = controller()
     again.load(found.state())
     assert again.now == found.now
-    assert again.steps == found.steps
-    assert {n: f.line() for n, f in again.links.items()} == {n: f.line() for n, f in found.links.items()}
+    assert again.measured.steps == found.measured.steps
+    assert again.measured.lines(SITES) == found.measured.lines(SITES)
 
 
 @settings(max_examples=60, deadline=None)
@@ -312,7 +312,7 @@ def test_bad_schedules(every: int, overlap: int, up: str) -> None:
 
 
 def test_a_strategy_needs_both() -> None:
-    with pytest.raises(StrategyError, match="auto and scheduled go together"):
+    with pytest.raises(StrategyError, match="a controller and scheduled go together"):
         strategies.find("auto", {"trigger": "every(4)"})
     with pytest.raises(StrategyError, match="needs shares"):
         strategies.find("baseline", {"controller": "auto()", "trigger": "scheduled(8)"})

@@ -53,6 +53,7 @@ EXAMPLES: dict[str, list[Any]] = {
         resume.FromGlobalModelAndResidual(0.25),
         resume.Mix(),
         resume.Mix(0.25),
+        resume.Ahead(),
     ],
 }
 ALL = [(kind, one) for kind, found in EXAMPLES.items() for one in found]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
+from weightgrad.core.controller import Controller
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_state import Outbox, ServerState
@@ -93,7 +94,8 @@ def test_sites_that_contradict_each_other_are_told_to_speak_twice_as_often(other
     assert one.controller.now.schedule.every == every
     again = server("auto", "")
     again.restore(one.checkpoint())
-    assert again.controller is not None
+    assert isinstance(again.controller, Controller)
+    assert isinstance(one.controller, Controller)
     assert (again.controller.unlike, again.controller.signs) == (other < 0, one.controller.signs)
 
 

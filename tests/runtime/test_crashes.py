@@ -14,7 +14,7 @@ from weightgrad.lab.run.simulation import simulate
 from .deployment import Rehearsal, assert_same_bits, model_of, tiny
 
 
-@pytest.mark.parametrize(("strategy", "cold"), [("baseline", False), ("weightgrad", True)])
+@pytest.mark.parametrize(("strategy", "cold"), [("baseline", False), ("ahead", False), ("weightgrad", True)])
 def test_killed_server_and_killed_site(strategy: str, cold: bool, tmp_path: Path) -> None:
     recipe = tiny(strategy, workers=1, steps=60)
     simulate(recipe, tmp_path / "simulated")

@@ -37,7 +37,8 @@ from weightgrad import codecs
 from weightgrad.codecs import ErrorFeedback
 from weightgrad.codecs.sparse import TopK
 from weightgrad.core.agreement import Signs
-from weightgrad.core.link_fit import WINDOW, LinkFit
+from weightgrad.core.link_fit import WINDOW
+from weightgrad.core.measurements import Measurements
 from weightgrad.core.parts import check, part
 from weightgrad.errors import StrategyError
 from weightgrad.units import show_bit_s
@@ -110,6 +111,10 @@ class Auto:
         if not isinstance(self.values, str):
             raise StrategyError(f"auto: values = {self.values!r}; wanted a codec such as 'sign()'")
 
+    def controller(self, numel: int) -> Controller:
+        """The controller of a model of so many elements."""
+        return Controller(self, numel)
+
     def first(self) -> Decision:
         """The decision before anything is measured: a round at once and larger than usual.
 
@@ -166,8 +171,7 @@ class Controller:
     auto: Auto
     numel: int
     now: Decision = field(init=False)
-    steps: dict[str, float] = field(default_factory=dict)
-    links: dict[str, LinkFit] = field(default_factory=dict)
+    measured: Measurements = field(default_factory=Measurements)
     probes: int = 0
     others: int | None = None  # how many pushes of others a result relays; None: it is encoded anew
     codec_bytes_s: float = CODEC_BYTES_S
@@ -186,10 +190,7 @@ class Controller:
             network_seconds: the time on the link of its last round, or None if that is not known.
             nbytes: the bytes of that round, both ways.
         """
-        if report.step_seconds > 0:
-            self.steps[site] = report.step_seconds
-        if network_seconds is not None:
-            self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0), report.trip_seconds)
+        self.measured.observe(site, report, network_seconds, nbytes)
 
     @staticmethod
     def compares(number: int) -> bool:
@@ -222,10 +223,9 @@ class Controller:
             A new decision, or None to go on as before.
         """
         self.others = max(0, len(present) - 1) if relayed else None
-        known = [name for name in present if name in self.steps and name in self.links]
-        if not present or len(known) < len(present):
+        if not self.measured.has_all(present):
             return self._probe()
-        found = self._best(known)
+        found = self._best(present)
         if replace(found, why=self.now.why) == self.now:
             return None
         self.now = found
@@ -244,8 +244,7 @@ class Controller:
         return self.now
 
     def _best(self, sites: list[str]) -> Decision:
-        step = max(self.steps[name] for name in sites)
-        lines = {name: self.links[name].line() for name in sites}
+        step, lines = self.measured.step(sites), self.measured.lines(sites)
         slowest = max(lines, key=lambda name: lines[name][1])
         slope = lines[slowest][1]
         if 0 < slope < 1 / self.codec_bytes_s:
@@ -337,12 +336,7 @@ class Controller:
             "unlike": torch.tensor(self.unlike),
             "signs": torch.tensor(self.signs, dtype=torch.int64),
         }
-        for name, seconds in self.steps.items():
-            found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
-        for name, fit in self.links.items():
-            found[f"link.{name}"] = torch.tensor([(fit.delay, fit.slope), *fit.rounds], dtype=torch.float64)
-            found[f"trip.{name}"] = torch.tensor(fit.trip, dtype=torch.float64)
-        return found
+        return found | self.measured.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
@@ -351,11 +345,4 @@ class Controller:
         self.probes = int(state["probes"])
         self.unlike = bool(state["unlike"])
         self.signs = [Signs(int(common), int(same)) for common, same in state["signs"].tolist()]
-        own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
-        self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
-        self.links = {}
-        for name, tensor in state.items():
-            if name.startswith("link."):
-                (delay, slope), *rounds = [(float(x), float(y)) for x, y in tensor]
-                site = name.removeprefix("link.")
-                self.links[site] = LinkFit(rounds, delay, slope, float(state[f"trip.{site}"]))
+        self.measured.load(state)

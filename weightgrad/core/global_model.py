@@ -66,6 +66,7 @@ class GlobalModel:
         self.version = 0
         self.step = 0
         self._rate = rate
+        self._source = optimizer
         self._scratch = Scratch()
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[int, nn.Parameter] = {}
@@ -150,13 +151,22 @@ class GlobalModel:
 
     def step_with(self, result: RoundResult) -> None:
         """Take the optimizer step with the gradient of a result."""
+        self.step_by(result.segments, result.step, result.rate)
+
+    def step_by(self, segments: Sequence[Segment], step: int, rate: float | None) -> None:
+        """Take an optimizer step with a gradient, and count nothing.
+
+        Args:
+            segments: the gradient.
+            step: the number of steps after it, which decides the learning rate if none is given.
+            rate: the learning rate.
+        """
         if self._optimizer is None:
             return
         self._gradient.zero_()
-        for segment in result.segments:
+        for segment in segments:
             segment.into(self._gradient, fixed.STORE, self.held)
-        rate = self._rate(result.step - 1) if result.rate is None else result.rate
-        optimizers.set_rate(self._optimizer, rate)
+        optimizers.set_rate(self._optimizer, self._rate(step - 1) if rate is None else rate)
         for exact, rounded in self._rounded:
             assert exact.grad is not None
             rounded.data.copy_(exact.data)  # the vector may have been replaced since
@@ -168,6 +178,24 @@ class GlobalModel:
     def weights(self, intervals: Intervals) -> Tensor:
         """Some weights; not to be written to."""
         return self._scratch.gather("weights", self.vector, self.held, intervals)
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def twin(self) -> GlobalModel:
+        """A copy with an optimizer of its own; both may use the same memory for the gradient of a step."""
+        gradient = self._gradient if self.takes_gradients else None
+        found = GlobalModel(
+            self.layout, self.vector, optimizer=self._source, rate=self._rate, held=self.held, gradient=gradient
+        )
+        found.become(self)
+        return found
+
+    def become(self, other: GlobalModel) -> None:
+        """Have the weights, the optimizer's state and the version of a twin."""
+        self.vector.copy_(other.vector)
+        self.version, self.step = other.version, other.step
+        if self._optimizer is not None and other._optimizer is not None:
+            optimizers.copy_state(other._optimizer, self._optimizer)
 
     # -- whole models: downloads and checkpoints -----------------------------------------------
 

@@ -49,6 +49,21 @@ OPTIMIZERS: tuple[str, ...] = tuple(_KINDS)
 """Names that `build` knows."""
 
 
+_LINEAR = ("sgd", "asgd", "lars")
+
+
+def is_linear(kind: str) -> bool:
+    """Whether the mean of several optimizers' steps is the step with the mean of their gradients.
+
+    It is where a step is the gradient, or a mean of gradients, times a number for each tensor. Adam and its relatives
+    divide each element by its own history, and Muon makes all directions of a matrix equally long: neither is linear.
+
+    Args:
+        kind: the name of an optimizer, as in a recipe or as a class.
+    """
+    return kind.lower() in _LINEAR
+
+
 def build(name: str, parameters: list[nn.Parameter], options: Mapping[str, Any]) -> Optimizer:
     """Build an optimizer by name.
 
@@ -251,6 +266,26 @@ def load_state_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> N
     optimizer.state.clear()
     for index, parameter in enumerate(parameters):
         optimizer.state[parameter] = {name: good[f"{index}.{name}"] for name in names}
+
+
+def copy_state(source: Optimizer, target: Optimizer) -> None:
+    """Give an optimizer the state of another one of the same kind, over the same parameters in other memory."""
+    for own, other in zip(_parameters(target), _parameters(source), strict=True):
+        state = source.state.get(other, {})
+        if not state:
+            target.state.pop(own, None)
+            continue
+        before = target.state.get(own, {})
+        target.state[own] = {name: copied(value, before.get(name)) for name, value in state.items()}
+
+
+def copied(value: Any, room: Any) -> Any:
+    """A copy of a value of an optimizer's state, in memory that is there already if it fits."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(room, Tensor) and room.shape == value.shape and room.dtype == value.dtype:
+        return room.copy_(value)
+    return value.detach().clone()
 
 
 def state_vectors(

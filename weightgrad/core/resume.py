@@ -4,6 +4,8 @@
 - `global_model_and_residual(share)`: from the global model plus a share of the residual. With none of it in the model,
   a site repeats again and again what waits in the residual; with all of it, the sites drift apart.
 - `mix(alpha)`: alpha of the local model, the rest the global model (Streaming DiLoCo).
+- `ahead`, where gradients are shared: from the global model, after optimizer steps with the site's own pushes in flight
+  (`core/ahead_model.py`).
 
 In every case the local model keeps what was done locally since the push.
 
@@ -25,7 +27,7 @@ from weightgrad.errors import StrategyError
 
 @dataclass(frozen=True)
 class Resume:
-    """The interface of the three ways to resume."""
+    """The interface of the ways to resume."""
 
     word: ClassVar[str]
 
@@ -52,6 +54,11 @@ class Resume:
     def own_share(self) -> float:
         """How much of the local model stays where it was."""
         return 0.0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the local model takes optimizer steps with pushes in flight."""
+        return False
 
 
 @part("resume", "global_model")
@@ -107,3 +114,14 @@ class Mix(Resume):
     def removes_residual(self) -> bool:
         """False if the local model stays where it is in part."""
         return not self.alpha
+
+
+@part("resume", "ahead")
+@dataclass(frozen=True)
+class Ahead(Resume):
+    """Where gradients are shared: the global model, after optimizer steps with the site's own pushes in flight."""
+
+    @property
+    def ahead(self) -> bool:
+        """Always."""
+        return True

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from weightgrad.core.controller import Controller
+from weightgrad.core.gradient_controller import GradientController
 from weightgrad.core.open_round import OpenRound
 from weightgrad.wire.messages import Push
 
@@ -72,7 +73,7 @@ class LinkObserver:
     round closed, that is the time on the link. Without a controller, nothing is remembered.
     """
 
-    def __init__(self, controller: Controller | None) -> None:
+    def __init__(self, controller: Controller | GradientController | None) -> None:
         self._controller = controller
         self._held: dict[tuple[str, int], tuple[float, int]] = {}  # (site, round) -> (seconds held, bytes both ways)
 

@@ -29,7 +29,8 @@ from weightgrad.core.aggregators import Aggregator
 from weightgrad.core.agreed_numbers import MOST_RATE, AgreedNumbers
 from weightgrad.core.agreement import Signs
 from weightgrad.core.consistency import Consistency
-from weightgrad.core.controller import Auto, Controller, Decision
+from weightgrad.core.controller import Auto, Decision
+from weightgrad.core.gradient_controller import Gradients
 from weightgrad.core.guard import Guard
 from weightgrad.core.membership import Member, Members
 from weightgrad.core.open_round import ClosedRound, OpenRound, Outbox
@@ -74,7 +75,7 @@ class ServerStrategy:
     t_local: float | None = None
     t_global: float | None = None
     adapts: bool = False  # t_global is the least timeout, and grows with the length of rounds
-    auto: Auto | None = None  # the server sets the sync schedule
+    auto: Auto | Gradients | None = None  # the server sets the sync schedule
     relay: int = 0  # with so many sites or fewer, pushes are relayed as they came
     rounds_ahead: int = 1  # a site may push for so many rounds after the last closed one
     steps_a_round: float = math.inf  # a site does at most so many steps from one round to the next
@@ -150,7 +151,7 @@ class ServerCoordinator:
         self.version = 0
         self.step = 0
         self.members = Members()
-        self.controller = Controller(plan.auto, numel) if plan.auto is not None else None
+        self.controller = plan.auto.controller(numel) if plan.auto is not None else None
         self.first_digest: int | None = None
         self.buffers = SharedBuffers()
         self.first_norm = 0.0

@@ -19,6 +19,7 @@ from torch import Tensor
 from weightgrad.codecs import Codec
 from weightgrad.core.controller import Controller
 from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.gradient_controller import GradientController
 from weightgrad.core.guard import Guard
 from weightgrad.core.local_model import scatter
 from weightgrad.core.membership import Members
@@ -81,7 +82,7 @@ class ServerState:
         return self.coordinator.members
 
     @property
-    def controller(self) -> Controller | None:
+    def controller(self) -> Controller | GradientController | None:
         """Sets the sync schedule under `auto`; None where the strategy is fixed."""
         return self.coordinator.controller
 

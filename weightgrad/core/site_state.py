@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from weightgrad.codecs import Codec
+from weightgrad.core.ahead_model import AheadModel, OwnPush
 from weightgrad.core.global_model import GlobalModel, Replica, digest_of
 from weightgrad.core.gradient_shard import GradientShard
 from weightgrad.core.local_model import FlatModel, scatter
@@ -41,7 +42,7 @@ class SiteState:
     """The state of one site.
 
     Memory, in vectors of the model's size: `model`, and what the shards hold. Where the sites share gradients, `model`
-    is the global model's own vector.
+    is the global model's own vector, or with `resume=ahead` that of an `AheadModel`.
 
     Args:
         name: the site's name, unique in the run.
@@ -67,7 +68,11 @@ class SiteState:
         self.coordinator = SiteCoordinator(name, plan, samples, download_codec=download_codec)
         self.layout = global_model.layout
         whole = Intervals.whole(self.layout.numel)
-        self.model = global_model.vector if plan.shares_gradients else global_model.vector.clone()
+        self._ahead = AheadModel(global_model) if plan.shares_gradients and plan.resume.ahead else None
+        if self._ahead is not None:
+            self.model = self._ahead.vector
+        else:
+            self.model = global_model.vector if plan.shares_gradients else global_model.vector.clone()
         self.moved_by_push = False
         """Whether the last step ended with the residual leaving the local model."""
         locals_ = [FlatModel(self.model, whole, held) for held in holdings or [whole]]
@@ -228,7 +233,15 @@ class SiteState:
             for shard in self.shards[1:] if self._replica is not None else ():
                 shard.remove_through(order.through)
             applied.append(result)
+        if applied:
+            self._go_ahead()
         return applied
+
+    def _go_ahead(self) -> None:
+        """The global model has moved: put a local model that is ahead of it where it belongs."""
+        if self._ahead is not None:
+            pushes = [self._with_segments(sent.push) for sent in self.coordinator.in_flight]
+            self._ahead.begin_again(OwnPush(push.segments, push.step, push.rate) for push in pushes)
 
     # -- after a step --------------------------------------------------------------------------
 
@@ -255,7 +268,10 @@ class SiteState:
                     shard.in_flight[push.round] = ()
             return [] if push is None else [push]
         self.moved_by_push = order.places
-        return [self._push(push, order, made)]
+        push = self._push(push, order, made)
+        if self._ahead is not None:
+            self._ahead.advance(OwnPush(push.segments, push.step, push.rate))
+        return [push]
 
     def finish(self, now: float) -> list[Message]:
         """Training is over: push all of the residual.
@@ -311,6 +327,7 @@ class SiteState:
                 shard.end_load(order, reply.scalars)
             else:
                 shard.remove_through(order.included)
+        self._go_ahead()
 
     def _with_segments(self, push: Push) -> Push:
         """A push that is sent again."""
@@ -340,6 +357,7 @@ class SiteState:
             shard.load_state(without_prefix(f"shard {rank}.", state))
         if self._replica is None:
             self.model.copy_(state["model"])
+        self._go_ahead()
 
 
 def _in_order(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -22,6 +22,7 @@ from weightgrad.core.vector_checks import without_prefix
 from weightgrad.errors import RefusedError
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.ahead_replica import AheadReplica
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
@@ -96,7 +97,7 @@ class RankWork:
         )
         self.gathered: Mapping[str, Tensor] = {}
         self.share = ReplicaExchange(model.sharding, group, model.weights)
-        self.replica: UserReplica | None = None
+        self.replica: UserReplica | AheadReplica | None = None
         self.shard = self._make_shard(derive(reply.seed, RunStream.SITE_STATE, reply.number))
         self.shard.served = reply.served
 
@@ -107,7 +108,7 @@ class RankWork:
             shard = UpdateShard(self._name, model.layout, model.weights, self._plan.for_shard, key)
             model.weights.end(changed=False)
             return shard
-        self.replica = UserReplica(
+        replica = UserReplica(
             model.weights,
             self._rank_step.gradients,
             model.optimizer,
@@ -115,6 +116,9 @@ class RankWork:
             self.share,
             self._step_now,
         )
+        self.replica = replica
+        if self._plan.resume.ahead:
+            self.replica = AheadReplica(replica, lambda: self.shard.in_flight, lambda: model.announced.rate)
         return GradientShard(self._name, model.layout, model.weights, self._plan.for_shard, key, self.replica)
 
     def _step_now(self) -> None:

@@ -8,7 +8,7 @@ own: it is counted, and that is all.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -160,6 +160,8 @@ class SiteTraining:
         else:
             self._work.follow()
         self._model.weights.end(changed=False)
+        if self._work.replica is not None:
+            self._work.replica.resume_passes()
         if restored is None or self._work.moved:
             self.rank_step.for_passes()
         else:
@@ -234,7 +236,9 @@ class SiteTraining:
         every = self._options.checkpoint_every
         if self.checkpoint is not None and self.steps // every > before // every:  # a late site may skip some steps
             self.rank_step.for_rounds()
-            self.checkpoint.write(self.steps, self.coordinator)
+            replica = self._work.replica
+            with replica.at_global_model() if replica is not None else nullcontext():
+                self.checkpoint.write(self.steps, self.coordinator)
             self.rank_step.for_passes(release=False)
 
     def _decide(self) -> None:

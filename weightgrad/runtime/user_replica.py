@@ -7,7 +7,8 @@ for each step of the user (asynchronous strategies) are stepped with here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -47,6 +48,8 @@ class UserReplica:
         step_now: Callable[[], None],
     ) -> None:
         self._weights, self._gradients, self._optimizer, self._layout = weights, gradients, optimizer, layout
+        self.trained, self.optimizer = weights, optimizer
+        """The parameters and the optimizer, for who keeps copies of them."""
         self._exchange = exchange
         self._step_now = step_now
         self._waiting = False  # a gradient is in place that nobody has stepped with
@@ -58,31 +61,52 @@ class UserReplica:
     def step(self, result: RoundResult) -> None:
         """Put the gradient of a result into place; the one before it is stepped with now."""
         self.settle()
-        result = replace(result, segments=self._exchange.pass_on(result.segments))
-        if not GlobalModel.is_step(result):
-            return
+        result = replace(result, segments=self.pass_on(result.segments))
+        if GlobalModel.is_step(result):
+            self._waiting = self.put(result.segments, result.rate)
+
+    def pass_on(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        """Give the other ranks of the site what they need of these, and get what they have; called on every rank."""
+        return self._exchange.pass_on(segments)
+
+    def put(self, segments: Sequence[Segment], rate: float | None) -> bool:
+        """Put a gradient into place, for the next step of the optimizer, and its learning rate if it has one.
+
+        Returns:
+            True: there is a gradient to step with.
+        """
         for parameter in (one.parameter for one in self._gradients.parameters):
             parameter.grad = torch.zeros_like(parameter)
+        inside = self._weights.redistributed
         self._gradients.begin()
-        for segment in result.segments:
+        for segment in segments:
             own = segment.intervals & self._gradients.available
             values = torch.zeros(own.numel)
             segment.into(values, fixed.STORE, own)
             write_gradient(self._gradients, own, values)
-        self._waiting = True
-        if result.rate is not None:
-            self._set_rate(result.rate)
+        if not inside:
+            self._gradients.end(changed=True)
+        if rate is not None:
+            self._set_rate(rate)
+        return True
 
     def settle(self) -> None:
         """Step with a gradient that is in place, if the user does not."""
-        if not self._waiting:
-            return
-        self._waiting = False
-        inside = self._gradients.redistributed  # a round is under way: the optimizer needs all of it back for its step
+        if self._waiting:
+            self._waiting = False
+            self.step_now()
+
+    def step_now(self) -> None:
+        """Step with the gradient that is in place."""
+        self.within(self._step_now)
+        self.stepped()
+
+    def within(self, work: Callable[[], None]) -> None:
+        """Do something to module and optimizer that needs all of them, also while a round has them redistributed."""
+        inside = self._weights.redistributed
         for one in (self._weights, self._gradients) if inside else ():
             one.end(changed=True)
-        self._step_now()
-        self.stepped()
+        work()
         for one in (self._weights, self._gradients) if inside else ():
             one.begin()
 
@@ -101,6 +125,14 @@ class UserReplica:
         self._rates = rates_of(self._optimizer)
         first = self._rates[0]
         put_rates(self._optimizer, [rate * (one / first if first else 1.0) for one in self._rates])
+
+    def resume_passes(self) -> None:
+        """Outside of a step: nothing, the module has the weights to compute on."""
+
+    @contextmanager
+    def at_global_model(self) -> Iterator[None]:
+        """Have the global model in the module: it is there."""
+        yield
 
     # -- GlobalReplica ---------------------------------------------------------------------------
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 # The modules of parts are imported for their tables: parts.parse finds what they have entered.
 from weightgrad.codecs import ErrorFeedback
 from weightgrad.codecs.sparse import check_values_codec
-from weightgrad.core import aggregators, consistency, controller, parts, resume, selectors, triggers  # noqa: F401
+from weightgrad.core import (  # noqa: F401
+    aggregators,
+    consistency,
+    controller,
+    gradient_controller,
+    parts,
+    resume,
+    selectors,
+    triggers,
+)
 from weightgrad.core.substep import MATCHED
 from weightgrad.errors import SpecError, StrategyError
 
@@ -34,15 +43,7 @@ PARTS = {
     "resume": "resume",
     "controller": "controller",
 }
-_NEEDS_UPDATES = {
-    "combine": "mean",
-    "weights": "fp32",
-    "resume": "global_model",
-    "overlap": 0,
-    "hide": 0,
-    "relay": 0,
-    "flush_residual": "all",
-}
+_NEEDS_UPDATES = {"combine": "mean", "weights": "fp32", "relay": 0, "flush_residual": "all"}
 _OF_MANY = ("sender_mean", "median", "trimmed_mean")
 
 
@@ -70,6 +71,7 @@ def check(strategy: Strategy) -> None:
         selected_values_have_a_codec_without_state,
         every_fragment_has_its_turn,
         auto_sets_the_schedule,
+        the_other_row_is_one,
         damped_goes_by_the_schedule,
         a_round_of_many_where_pushes_are_compared,
     ):
@@ -122,8 +124,19 @@ def numbers_are_in_range(strategy: Strategy) -> None:
 
 def gradients_are_shared_plainly(strategy: Strategy) -> None:
     """A site that shares gradients has no update of its own, so nothing may depend on one."""
+    ahead = parts.parse("resume", strategy.resume).ahead
     if strategy.shares != "gradients":
+        if ahead:
+            raise StrategyError(f"resume = {strategy.resume!r} needs shares = 'gradients', not {strategy.shares!r}")
         return
+    if not ahead and parts.name_of("resume", strategy.resume) != "global_model":
+        raise StrategyError(f"resume = {strategy.resume!r} needs shares = 'updates', not 'gradients'")
+    for name in ("overlap", "hide"):
+        if getattr(strategy, name) and not ahead:
+            raise StrategyError(
+                f"{name} = {getattr(strategy, name)!r} with shares = 'gradients' needs resume = 'ahead', or shares = "
+                "'updates': late gradients alone train badly"
+            )
     for name, plain in _NEEDS_UPDATES.items():
         if getattr(strategy, name) != plain:
             raise StrategyError(f"{name} = {getattr(strategy, name)!r} needs shares = 'updates', not 'gradients'")
@@ -202,14 +215,31 @@ def every_fragment_has_its_turn(strategy: Strategy) -> None:
 
 
 def auto_sets_the_schedule(strategy: Strategy) -> None:
-    """The controller auto sets the schedule of synchronous rounds of updates, and the trigger follows it."""
-    auto = strategy.auto is not None
-    if auto and (strategy.shares != "updates" or strategy.consistency != "sync"):
-        raise StrategyError(f"controller {strategy.controller!r} needs shares = 'updates' and consistency = 'sync'")
+    """A controller sets the schedule of synchronous rounds of what it is for, and the trigger follows it."""
+    word, auto = parts.name_of("controller", strategy.controller), strategy.auto is not None
+    wanted = "gradients" if word == "gradients" else "updates"
+    if auto and (strategy.shares != wanted or strategy.consistency != "sync"):
+        raise StrategyError(f"controller {strategy.controller!r} needs shares = {wanted!r} and consistency = 'sync'")
+    if auto and wanted == "gradients" and not parts.parse("resume", strategy.resume).ahead:
+        raise StrategyError(f"controller {strategy.controller!r} needs resume = 'ahead', not {strategy.resume!r}")
     if auto != (parts.name_of("trigger", strategy.trigger) == "scheduled"):
         raise StrategyError(
-            f"controller {strategy.controller!r} with trigger {strategy.trigger!r}: auto and scheduled go together"
+            f"controller {strategy.controller!r} with trigger {strategy.trigger!r}: a controller and scheduled go "
+            "together"
         )
+
+
+def the_other_row_is_one(strategy: Strategy) -> None:
+    """What the strategy becomes with another optimizer is a strategy, too."""
+    if not isinstance(strategy.nonlinear, Mapping):
+        raise StrategyError(
+            f"nonlinear = {strategy.nonlinear!r}; it is a table of parts, such as {{shares: gradients}}"
+        )
+    unknown = [name for name in strategy.nonlinear if name not in strategy.to_dict() or name in ("name", "about")]
+    if unknown:
+        raise StrategyError(f"nonlinear: a strategy has no part {unknown[0]!r}")
+    if strategy.nonlinear:
+        strategy.with_optimizer("adam")
 
 
 def damped_goes_by_the_schedule(strategy: Strategy) -> None:

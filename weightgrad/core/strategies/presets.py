@@ -17,6 +17,8 @@ def _by_name(*strategies: Strategy) -> dict[str, Strategy]:
     return {strategy.name: strategy for strategy in strategies}
 
 
+_FOUR_BITS = "ef(qsgd(bits=4, rounding='nearest'))"
+
 _WEIGHTGRAD = Strategy(
     name="weightgrad",
     about="the largest entries of the residual as signs and one size, overlapped; quantized inside the site",
@@ -82,6 +84,15 @@ PRESETS = _by_name(
         up="powersgd(rank=4)",
         down="powersgd(rank=4)",
         per="tensor",
+    ),
+    Strategy(
+        name="ahead",
+        about="4-bit gradients; a site goes on with its own until the mean comes, then takes the step with the mean",
+        up=_FOUR_BITS,
+        down=_FOUR_BITS,
+        hide=4,
+        resume="ahead",
+        flush="none",
     ),
     Strategy(
         name="gaia",
@@ -161,6 +172,17 @@ PRESETS = _by_name(
         relay=3,
         flush="qsgd(bits=8)",
         flush_residual="local",
+        nonlinear={
+            "shares": "gradients",
+            "gradients": "fp32",
+            "trigger": "scheduled(1)",
+            "controller": "gradients()",
+            "up": _FOUR_BITS,
+            "down": _FOUR_BITS,
+            "resume": "ahead",
+            "relay": 0,
+            "flush_residual": "all",
+        },
     ),
 )
 
@@ -193,6 +215,8 @@ def find(name: str, changes: Mapping[str, Any] | None = None) -> Strategy:
             allowed = [*known, *_SHORT]
             raise StrategyError(f"strategy has no part {key!r}{_near(key, allowed)} It has {', '.join(allowed)}")
         wanted[column] = f"every({value})" if key == "every" else value
+    if wanted.keys() & PRESETS[name].nonlinear.keys():  # who sets one of these parts has chosen between the two rows
+        wanted.setdefault("nonlinear", {})
     try:
         return dataclasses.replace(PRESETS[name], **wanted)
     except (TypeError, AttributeError) as error:

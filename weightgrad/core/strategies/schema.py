@@ -11,6 +11,8 @@ from weightgrad import codecs
 from weightgrad.codecs import Codec
 from weightgrad.core import parts
 from weightgrad.core.controller import Auto
+from weightgrad.core.gradient_controller import Gradients
+from weightgrad.core.optimizers import is_linear
 from weightgrad.core.server_coordinator import ServerStrategy
 from weightgrad.core.site_coordinator import SiteStrategy
 from weightgrad.core.strategies import checks
@@ -55,8 +57,8 @@ class Strategy:
         hide: Overlap is as many steps as the slowest link needs for a round, at most this many; 0 takes `overlap`.
         resume: Where the local model goes on after a result.
         relay: With at most this many sites a result is the pushes as they came, less the receiver's own.
-        controller: "fixed"; or "auto(...)", with which the server sets trigger, overlap and both codecs from what it
-            measures.
+        controller: "fixed"; or "auto(...)", and "gradients(...)" where those are shared, with which the server sets
+            trigger, overlap and both codecs from what it measures.
         flush: Codec of the residual at the end of a run; "none" leaves it at the site.
         flush_residual: How much of the residual is sent then: "all"; or "local", as much as the local model contains
             (`resume`), so that the global model ends as the mean of the local models.
@@ -67,6 +69,8 @@ class Strategy:
         t_global: Seconds after which a missing site is lost; None never. "auto" is 60, or ten rounds where those
             take longer.
         optimizer: Changes to the recipe's optimizer.
+        nonlinear: Changes to the strategy where the steps of the optimizer are not linear in the gradient, as Adam's
+            are not: then the mean of the sites' updates is not the update of their mean gradient.
     """
 
     name: str
@@ -100,6 +104,7 @@ class Strategy:
     t_local: float | None = None
     t_global: float | str | None = "auto"
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    nonlinear: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.check(self)
@@ -142,10 +147,22 @@ class Strategy:
         return found
 
     @property
-    def auto(self) -> Auto | None:
+    def auto(self) -> Auto | Gradients | None:
         """The controller that sets the sync schedule, or None where the schedule is fixed."""
         found = parts.parse("controller", self.controller)
-        return found if isinstance(found, Auto) else None
+        return found if isinstance(found, Auto | Gradients) else None
+
+    def with_optimizer(self, kind: str) -> Strategy:
+        """Adapt the strategy to an optimizer.
+
+        Args:
+            kind: The name of the optimizer, as in a recipe or as a class of torch.
+
+        Returns:
+            The strategy, whose `nonlinear` parts have taken effect or are gone.
+        """
+        changes = {} if is_linear(kind) else self.nonlinear
+        return dataclasses.replace(self, **{**changes, "nonlinear": {}})
 
     def inside(self, workers: int) -> Strategy:
         """Adapt the strategy to a site of so many workers: one worker alone has nobody to encode anything for."""

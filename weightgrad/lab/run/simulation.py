@@ -88,7 +88,7 @@ def fitted_strategy(recipe: Recipe, numel: int) -> Strategy:
         recipe: Its links and compute times decide the overlap.
         numel: Number of parameters of the model.
     """
-    strategy = chosen_strategy(recipe)
+    strategy = chosen_strategy(recipe).with_optimizer(recipe.training.optimizer.name)
     if not strategy.hide:
         return strategy
     noise = torch.randn(numel, generator=torch.Generator().manual_seed(0))
