@@ -60,7 +60,7 @@ def close(guard: Guard, *, plausible: float = 0.0, final: str = "", round_: int 
     return {site: why for (site, _), why in guard.judge(pushes, plausible).items()}
 
 
-def warmed(rounds: int = 5, *, guard: Guard | None = None, **norms: float) -> Guard:
+def warmed(rounds: int = 5, *, guard: Guard | None = None, **norms: Any) -> Guard:
     made = guard or Guard()
     for _ in range(rounds):
         assert not close(made, **norms)

@@ -74,6 +74,8 @@ class Gradients:
     late: float = 0.2
 
     word: ClassVar[str]
+    at_most: ClassVar[int] = 1
+    """The most steps between two rounds: gradients are shared at every step."""
 
     def __post_init__(self) -> None:
         check("gradients", "reach", self.reach, 0, 10**6, whole=True)
