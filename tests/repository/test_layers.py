@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "weightgrad"
 LAYERS = [
-    {"errors", "units", "call_syntax", "event_log", "machine"},
+    {"errors", "units", "call_syntax", "event_log", "extras", "machine"},
     {"kernels"},
     {"codecs"},
     {"wire"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import weightgrad
+from weightgrad import extras
+from weightgrad.cli import app
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,7 +31,8 @@ PROJECT = PYPROJECT["project"]
 COMMANDS: dict[str, str] = PROJECT["entry-points"]["weightgrad.commands"]
 EXCEPT = {"torch"}  # constraints-oldest.txt says why
 NOT_INSTALLED = {"mypy", "pytest-cov", "ruff", "types-pyyaml"}  # scripts/test-oldest checks neither style nor coverage
-NOT_INSTALLED |= {"accelerate", "lightning", "peft", "transformers", "triton"}  # nor integrations, nor GPUs
+NOT_INSTALLED |= {"accelerate", "kubeflow-trainer-api", "lightning", "peft", "transformers"}  # nor integrations,
+NOT_INSTALLED |= {"triton"}  # nor GPUs
 
 
 def pins(name: str) -> dict[str, str]:
@@ -129,3 +135,99 @@ def test_a_wheel_has_every_file_that_the_code_reads(wheel: Path) -> None:
     assert recipes
     assert {name for name in names if name.endswith(".yaml")} == recipes, "each recipe once"
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
+
+
+def test_an_installed_wheel_runs_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
+    installed, empty = tmp_path / "site-packages", tmp_path / "empty"
+    zipfile.ZipFile(wheel).extractall(installed)
+    for inside in installed.glob("*.data/*lib"):  # as pip does with a wheel of a platform
+        shutil.copytree(inside, installed, dirs_exist_ok=True)
+    empty.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "weightgrad", *words]
+        done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    settings = ("training.steps=2", "training.evaluate_on=20", "training.evaluate_every=2")
+    run("simulate", "laptop", *(word for setting in settings for word in ("--set", setting)))
+    (model,) = empty.glob("runs/laptop-*/model.safetensors")
+    assert model.stat().st_size > 0
+    said = run("doctor")
+    if list(installed.glob("weightgrad/kernels/*.so")):
+        assert "compiled on this machine" not in said
+        assert "kernels     native" in said
+    else:
+        assert shutil.which("cc") is None, "there is a compiler, and the wheel has no kernels"
+
+
+# -- what an import loads, and what an extra would add ------------------------------------------------
+
+IMPORTED = """
+import json, sys, torch
+before = set(sys.modules)
+import weightgrad
+first = set(sys.modules) - before
+weightgrad.join
+print(json.dumps([sorted(first), sorted(set(sys.modules) - before)]))
+"""
+
+
+def test_an_import_loads_few_packages() -> None:
+    """Few packages are loaded fast on any machine; `benchmarks/import_time.py` has the seconds."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    of_import, of_join = (
+        {name.partition(".")[0] for name in names} - sys.stdlib_module_names for names in json.loads(done.stdout)
+    )
+    allowed = {"weightgrad", "numpy", "torch", "xxhash"}
+    assert {name for name in of_import if not name.startswith("_")} <= allowed
+    allowed |= {"cryptography", "grpc", "prometheus_client", "safetensors", "torchgen", "typing_extensions"}
+    assert {name for name in of_join if not name.startswith("_")} <= allowed
+
+
+def test_every_extra_says_what_it_adds() -> None:
+    assert extras.ADDS.keys() == PROJECT["optional-dependencies"].keys()
+    assert all(extras.ADDS.values())
+
+
+def test_the_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "_installed", lambda package: package != "plotly")
+    output = CliRunner().invoke(app, ["doctor"]).output
+    assert "pages with charts, and images: not installed (plotly); pip install 'weightgrad[demo]'" in output
+    assert "[images]: CIFAR-10, and folders of images: installed" in output
+
+
+MISSING = [
+    ("plotly", "from weightgrad.lab.report.page import plotly_javascript; plotly_javascript()", "weightgrad[demo]"),
+    ("PIL", "from weightgrad.lab.data.image_reader import read_image; read_image('x.png', 8)", "weightgrad[images]"),
+    ("sklearn", "from weightgrad.lab.data.builtin import digits; digits()", "pip install scikit-learn"),
+    ("ray", "import weightgrad.integrations.ray", "weightgrad[ray]"),
+    ("transformers", "import weightgrad.integrations.transformers", "weightgrad[transformers]"),
+    ("lightning", "import weightgrad.integrations.lightning", "weightgrad[lightning]"),
+    ("accelerate", "import weightgrad.integrations.accelerate", "weightgrad[accelerate]"),
+]
+WITHOUT = """
+import importlib.util, json, sys
+missing = {"pytorch_lightning", *sys.argv[1].split(",")}
+sys.modules.update({name: None for name in missing})
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in missing else find(name, *more)
+said = []
+for code in sys.argv[2:]:
+    try:
+        exec(code)
+        said.append("nothing")
+    except Exception as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def test_what_an_extra_would_add_is_said_where_it_is_missing() -> None:
+    names, codes = ",".join(module for module, _, _ in MISSING), [code for _, code, _ in MISSING]
+    command = [sys.executable, "-c", WITHOUT, names, *codes]
+    said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for (module, _, wanted), found in zip(MISSING, said, strict=True):
+        assert wanted in found, f"without {module}: {found}"

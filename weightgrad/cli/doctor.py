@@ -1,4 +1,4 @@
-"""`weightgrad doctor`: versions, processor and kernels of this machine."""
+"""`weightgrad doctor`: versions, processor and kernels of this machine, and which extras are installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Console
 
 import weightgrad
 from weightgrad import kernels
+from weightgrad.extras import extras
 from weightgrad.machine import processor
 
 
@@ -27,3 +28,6 @@ def doctor() -> None:
         ("cuda", cuda),
     ):
         console.print(f"{name:12}{value}")
+    for extra in extras():
+        there = f"not installed ({', '.join(extra.missing)}); pip install 'weightgrad[{extra.name}]'"
+        console.print(f"[{extra.name}]: {extra.adds}: {there if extra.missing else 'installed'}", markup=False)

@@ -16,6 +16,7 @@ from weightgrad.lab.recipes import schema as parts
 from weightgrad.lab.recipes.expansion import Fault
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.recipes.schema import Dirichlet, StrategyChoice
+from weightgrad.lab.recipes.site_list import SiteList, load_served
 from weightgrad.lab.recipes.values import Section
 
 ROOT = Path(__file__).parents[3]
@@ -239,9 +240,11 @@ def test_the_errors_in_the_document_are_what_is_printed() -> None:
     assert str(caught.value) == printed.rstrip("\n")
 
 
-def test_examples_in_the_document_are_recipes() -> None:
+def test_examples_in_the_document_are_recipes(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
     examples = [part for part in re.findall(r"```yaml\n(.*?)```", text, re.S) if "# mistakes.yaml" not in part]
-    assert examples
+    kinds = []
     for example in examples:
-        Recipe.parse(example, "example.yaml")
+        (tmp_path / "example.yaml").write_text(example)
+        kinds.append(type(load_served(tmp_path / "example.yaml")))
+    assert set(kinds) == {Recipe, SiteList}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +13,21 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from weightgrad.errors import RunError
 from weightgrad.lab.cli import recipe_argument
-from weightgrad.lab.report import comparison, comparison_table, page, sweep
+from weightgrad.lab.report import comparison, comparison_table, page, ray_sweep, sweep
 from weightgrad.lab.report.choices import parse_choices, safe_name
 from weightgrad.lab.report.progress import watching
 from weightgrad.lab.report.runs import Run
 from weightgrad.lab.run import simulation as train_run
 from weightgrad.machine import measured_on
+
+
+class Where(str, Enum):
+    """Where the runs of a sweep are made."""
+
+    HERE = "here"
+    RAY = "ray"
 
 
 def compare(
@@ -27,7 +36,19 @@ def compare(
         str, typer.Option(help="Strategies, separated by commas, e.g. baseline,weightgrad,diloco(every=50).")
     ],
     seeds: Annotated[int, typer.Option(help="Number of seeds for each strategy, from 0 on.", min=1)] = 1,
-    jobs: Annotated[int, typer.Option(help="Runs at the same time, each on one thread.", min=1)] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs at the same time, each on one thread.", min=1, show_default="1; on Ray, one for each free core"
+        ),
+    ] = None,
+    on: Annotated[
+        Where, typer.Option(help="Where to run: processes of this machine, or a Ray cluster (the extra ray).")
+    ] = Where.HERE,
+    address: Annotated[
+        str | None,
+        typer.Option(help="The Ray cluster.", show_default="this machine's; without one, a local one is started"),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.", show_default="runs/NAME", file_okay=False)
     ] = None,
@@ -46,6 +67,10 @@ def compare(
     ] = False,
 ) -> None:
     """Simulate every strategy with every seed; print accuracy, time to the same accuracy, and traffic."""
+    if address is not None and on is not Where.RAY:
+        raise RunError(f"--address {address} is that of a Ray cluster; add --on ray, or leave it out")
+    if on is Where.RAY:
+        ray_sweep.load_ray()
     page.plotly_javascript()  # if it is missing, say so before hours of work
     console = Console(stderr=as_json, highlight=False)
     chosen = recipe_argument.load(recipe, settings)
@@ -56,7 +81,12 @@ def compare(
         console.print(f"{len(planned) - len(todo)} of {len(planned)} runs are already finished.")
     try:
         with watching(console, runs=len(todo), part=0.25) as listener:
-            failures = sweep.run(todo, processes=jobs, simulate=train_run.simulate, listener=listener)
+            if on is Where.RAY and todo:
+                failures = ray_sweep.run(
+                    todo, address=address, at_once=jobs, simulate=train_run.simulate, listener=listener
+                )
+            else:
+                failures = sweep.run(todo, processes=jobs or 1, simulate=train_run.simulate, listener=listener)
     except KeyboardInterrupt:
         done = sum(sweep.finished(job) for job in planned)
         text = f"Interrupted. {done} of {len(planned)} runs are finished in {directory}; the same command continues."
@@ -66,7 +96,10 @@ def compare(
     for job in planned:
         if job.label not in failures:
             groups[job.choice.label].append(Run.read(job.directory))
-    command = ["weightgrad", "compare", recipe, "--strategies", strategies, "--seeds", str(seeds), "--jobs", str(jobs)]
+    command = ["weightgrad", "compare", recipe, "--strategies", strategies, "--seeds", str(seeds)]
+    command += ["--on", "ray"] if on is Where.RAY else []
+    command += ["--address", address] if address is not None else []
+    command += ["--jobs", str(jobs or 1)] if jobs is not None or on is Where.HERE else []
     command += [part for setting in settings or () for part in ("--set", setting)]
     command += ["--out", str(out)] if out else []
     command += ["--target", str(target)] if target is not None else []

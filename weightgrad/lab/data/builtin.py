@@ -43,7 +43,7 @@ def _read_digits() -> tuple[Tensor, Tensor]:
     """Pixels and labels from the wheel's own file: importing scikit-learn takes longer than a short training."""
     found = importlib.util.find_spec("sklearn")
     if found is None:
-        raise DataError("the data set digits needs scikit-learn; pip install 'weightgrad[demo]'")
+        raise DataError("the data set digits is a file of scikit-learn, which is missing; pip install scikit-learn")
     assert found.origin is not None
     with gzip.open(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as lines:
         table = torch.from_numpy(np.loadtxt(lines, delimiter=","))

