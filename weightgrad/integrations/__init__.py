@@ -5,4 +5,5 @@
 | `weightgrad.integrations.transformers` | `WeightGradCallback` for the Hugging Face `Trainer` |
 | `weightgrad.integrations.lightning` | `WeightGradCallback` for the Lightning `Trainer` |
 | `weightgrad.integrations.accelerate` | `prepare` for what an `Accelerator` has prepared |
+| `weightgrad.integrations.trackers` | `site.track(...)`: TensorBoard, Weights & Biases, MLflow |
 """
