@@ -36,7 +36,7 @@ def test_a_line_says_what_happened_since_the_line_before(caplog: pytest.LogCaptu
         counters.up_bytes += 1000
         counters.down_bytes += 2000
         counters.waited += 0.25
-        progress.after_step(step, None if step < 55 else SyncSchedule(4, 2, "ef(topk(0.01) > sign())"))
+        progress.after_step(step, 7, None if step < 55 else SyncSchedule(4, 2, "ef(topk(0.01) > sign())"))
     assert caplog.messages == [
         "east: step 50, 1 steps/s; 10 kB up, 20 kB down, 25 % of the time waiting",
         "east: step 60, 1 steps/s; 10 kB up, 20 kB down, 25 % of the time waiting; "
@@ -49,9 +49,9 @@ def test_a_slow_step_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     progress = ProgressLog("east", Counters(), 0, clock=clock)
     clock.now += 35.0
-    progress.after_step(1, None)
+    progress.after_step(1, 0, None)
     clock.now += 5.0
-    progress.after_step(2, None)
+    progress.after_step(2, 0, None)
     assert caplog.messages == ["east: step 1, 0.0286 steps/s; 0 B up, 0 B down, 0 % of the time waiting"]
 
 

@@ -6,4 +6,5 @@
 | `weightgrad.integrations.lightning` | `WeightGradCallback` for the Lightning `Trainer` |
 | `weightgrad.integrations.accelerate` | `prepare` for what an `Accelerator` has prepared |
 | `weightgrad.integrations.ray` | `site_trainer`: a site as a Ray Train job |
+| `weightgrad.integrations.trackers` | `site.track(...)`: TensorBoard, Weights & Biases, MLflow |
 """

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from weightgrad.units import show_bytes
 from weightgrad.wire.sync_schedule import SyncSchedule
@@ -15,6 +15,10 @@ log = logging.getLogger("weightgrad")
 
 EVERY_S = 10.0
 FLUSH_EVERY_S = 2.0
+
+
+Tracker = Callable[[dict[str, Any], int], None]
+"""Takes the numbers of a site, and the step."""
 
 
 class Traffic(Protocol):
@@ -56,17 +60,26 @@ class ProgressLog:
 
     def __init__(self, site: str, traffic: Traffic, step: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._site, self._traffic, self._clock = site, traffic, clock
-        self._last = self._mark(step)
+        self._first = self._last = self._mark(step)
+        self._rate = 0.0  # steps a second, when a line was last written
+        self._trackers: list[Tracker] = []
+        self.loss: float | None = None
+        """The loss that was noted last."""
 
     def _mark(self, step: int) -> _Mark:
         traffic = self._traffic
         return _Mark(self._clock(), step, traffic.up_bytes, traffic.down_bytes, traffic.waited)
 
-    def after_step(self, step: int, schedule: SyncSchedule | None) -> None:
+    def track(self, tracker: Tracker) -> None:
+        """Give a tracker the numbers, too, whenever a line is written."""
+        self._trackers.append(tracker)
+
+    def after_step(self, step: int, version: int, schedule: SyncSchedule | None) -> None:
         """Log a line if it is time for one.
 
         Args:
             step: The steps done.
+            version: The version of the global model.
             schedule: The present sync schedule, where `auto` decides it.
         """
         if self._clock() - self._last.at < EVERY_S:
@@ -74,16 +87,53 @@ class ProgressLog:
         last, self._last = self._last, self._mark(step)
         now = self._last
         seconds = now.at - last.at
+        self._rate = (step - last.step) / seconds
         log.info(
-            "%s: step %d, %.3g steps/s; %s up, %s down, %.0f %% of the time waiting%s",
+            "%s: step %d%s, %.3g steps/s; %s up, %s down, %.0f %% of the time waiting%s",
             self._site,
             step,
-            (step - last.step) / seconds,
+            "" if self.loss is None else f", loss {self.loss:.4g}",
+            self._rate,
             show_bytes(now.up_bytes - last.up_bytes),
             show_bytes(now.down_bytes - last.down_bytes),
             100 * (now.waited - last.waited) / seconds,
             "" if schedule is None else f"; {describe(schedule)}",
         )
+        self.tell_trackers(step, version, schedule)
+
+    def tell_trackers(self, step: int, version: int, schedule: SyncSchedule | None) -> None:
+        """Give all trackers the present numbers; one that raises gets no more."""
+        for tracker in list(self._trackers):
+            try:
+                tracker(self.stats(step, version, schedule), step)
+            except Exception as error:  # whatever a logger does, training goes on
+                self._trackers.remove(tracker)
+                log.warning("%s: %r raised %r and gets no more numbers", self._site, tracker, error)
+
+    def stats(self, step: int, version: int, schedule: SyncSchedule | None) -> dict[str, Any]:
+        """The numbers of the line, since the site joined.
+
+        Args:
+            step: The steps done.
+            version: The version of the global model.
+            schedule: The present sync schedule, where `auto` decides it.
+        """
+        now, first, last = self._mark(step), self._first, self._last
+        seconds = max(now.at - first.at, 1e-9)
+        recent = (step - last.step) / (now.at - last.at) if step > last.step and now.at > last.at else self._rate
+        found: dict[str, Any] = {
+            "step": step,
+            "version": version,
+            "loss": self.loss,
+            "steps_per_second": recent,
+            "up_bytes": now.up_bytes,
+            "down_bytes": now.down_bytes,
+            "waiting_seconds": now.waited,
+            "waiting_share": (now.waited - first.waited) / seconds,
+        }
+        if schedule is not None:
+            found |= {"every": schedule.every, "overlap": schedule.overlap, "codec": schedule.up}
+        return found
 
 
 class FlushProgress:

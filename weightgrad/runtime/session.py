@@ -11,6 +11,7 @@ import atexit
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -288,8 +289,31 @@ class Site:
             raise StrategyError("the site has no global model before prepare()")
         return self._training.digest()
 
+    def stats(self) -> dict[str, Any]:
+        """How the site is doing: what the lines of progress say, as numbers. On ranks other than 0, only the step.
+
+        Returns:
+            `step`, `version` (of the global model), `loss` (the last that was noted, or None), `steps_per_second`,
+            `up_bytes`, `down_bytes`, `waiting_seconds` and `waiting_share` (for the global server); with `auto` also
+            `every`, `overlap` and `codec`, as they are now.
+        """
+        return self._training.stats() if self._training is not None else {"step": 0}
+
+    def track(self, tracker: Callable[[dict[str, Any], int], None]) -> None:
+        """Give a tracker `stats` every ten seconds and at the end, from rank 0.
+
+        Args:
+            tracker: One of `weightgrad.integrations.trackers`, or any function of a dictionary and a step.
+
+        Raises:
+            StrategyError: The site has not been prepared.
+        """
+        if self._training is None:
+            raise StrategyError("track() belongs after prepare(): before it there is nothing to tell")
+        self._training.track(tracker)
+
     def note(self, loss: float) -> None:
-        """Write the loss of the last step into the site's event log; does nothing on ranks without one.
+        """Note the loss of the last step, for lines of progress, trackers, and the event log of a site with `state`.
 
         Args:
             loss: The loss, a number.

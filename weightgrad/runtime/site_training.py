@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from weightgrad.runtime import sparse_gradients
 from weightgrad.runtime.admission import AdmissionReply
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.process_group import SiteGroup
-from weightgrad.runtime.progress_log import ProgressLog
+from weightgrad.runtime.progress_log import ProgressLog, Tracker
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.rank_work import RankWork
@@ -230,7 +231,7 @@ class SiteTraining:
             self.rank_step.for_passes()
         self._write_checkpoint(before)
         if self._progress is not None and self.coordinator is not None:
-            self._progress.after_step(self.steps, self.coordinator.schedule.current)
+            self._progress.after_step(self.steps, self.coordinator.version, self.coordinator.schedule.current)
 
     def _write_checkpoint(self, before: int) -> None:
         every = self._options.checkpoint_every
@@ -252,9 +253,22 @@ class SiteTraining:
     # -- what users say -----------------------------------------------------------------------
 
     def note(self, loss: float) -> None:
-        """Write the loss of the last step into the event log, on the rank that has one."""
+        """Note the loss of the last step, for lines of progress and, where there is one, for the event log."""
+        if self._progress is not None:
+            self._progress.loss = loss
         if self._events is not None:
             self._events.write("step", self.connection.now, site=self.name, step=self.steps, loss=loss)
+
+    def stats(self) -> dict[str, Any]:
+        """How the site is doing, on rank 0; on other ranks the steps they have done."""
+        if self._progress is None or self.coordinator is None:
+            return {"step": self.steps}
+        return self._progress.stats(self.steps, self.coordinator.version, self.coordinator.schedule.current)
+
+    def track(self, tracker: Tracker) -> None:
+        """Give a tracker these numbers every few seconds and at the end, on rank 0."""
+        if self._progress is not None:
+            self._progress.track(tracker)
 
     def new_epoch(self) -> None:
         """Tell the dynamic significance threshold that an epoch has ended."""
@@ -283,6 +297,8 @@ class SiteTraining:
             leader.lead(lambda: leader.finish(flush=flush))
         else:
             self._work.follow()
+        if self._progress is not None and self.coordinator is not None:
+            self._progress.tell_trackers(self.steps, self.coordinator.version, self.coordinator.schedule.current)
         end = SiteEnd(self._work, self._group, self.connection, self._model, self.rank_step)
         end.show_global_model()
         if self.checkpoint is not None:

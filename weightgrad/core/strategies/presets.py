@@ -170,7 +170,7 @@ PRESETS = _by_name(
         down="ef(topk(0.02) > sign())",
         resume="global_model_and_residual(0.25, damped=True)",
         relay=3,
-        flush="qsgd(bits=8)",
+        flush="qsgd(bits=4)",
         flush_residual="local",
         nonlinear={
             "shares": "gradients",
