@@ -11,13 +11,26 @@ import grpc
 
 from weightgrad.errors import LinkError
 from weightgrad.runtime.transport.channels import SERVICE, Options
+from weightgrad.runtime.transport.connection_gate import raise_file_limit
 from weightgrad.runtime.transport.grpc_settings import MAX_STREAMS, Keepalive, common_options
 
 
 def make_server(
-    listen: str, credentials: grpc.ServerCredentials | None, keepalive: Keepalive, handlers: dict[str, Any]
+    listen: str,
+    credentials: grpc.ServerCredentials | None,
+    keepalive: Keepalive,
+    handshake_s: float,
+    handlers: dict[str, Any],
 ) -> tuple[Any, int]:
-    """Return a gRPC server that listens, and its port; for port 0 the system chooses one."""
+    """Return a gRPC server that listens, and its port; for port 0 the system chooses one.
+
+    Args:
+        listen: HOST:PORT.
+        credentials: the server's certificates; None listens without TLS.
+        keepalive: how a connection that falls silent is noticed.
+        handshake_s: seconds that a handshake may take.
+        handlers: what answers, by method.
+    """
     options: Options = [
         *common_options(keepalive),
         # Two servers on one port would each receive some of the streams.
@@ -25,6 +38,8 @@ def make_server(
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
         ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server_handshake_timeout_ms", int(1000 * handshake_s)),
+        ("grpc.max_allowed_incoming_connections", _most_connections()),
     ]
     server = grpc.server(_DaemonThreads(), options=options)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -33,6 +48,11 @@ def make_server(
     except RuntimeError:
         raise LinkError(f"cannot listen on {listen}; is another server there, or another machine's address?") from None
     return server, int(port)
+
+
+def _most_connections() -> int:
+    """Half of the files that this process may open: the rest is for its state."""
+    return max(64, min(raise_file_limit() // 2, 1 << 20))
 
 
 class _DaemonThreads(futures.Executor):

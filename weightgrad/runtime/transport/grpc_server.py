@@ -24,6 +24,7 @@ import grpc
 
 from weightgrad.errors import LinkError, ProtocolError, RefusedError, StrategyError, WeightGradError
 from weightgrad.runtime.security.tls_check import is_loopback
+from weightgrad.runtime.transport.connection_gate import ConnectionGate
 from weightgrad.runtime.transport.grpc_listener import make_server
 from weightgrad.runtime.transport.grpc_sessions import (
     KnownPeer,
@@ -89,7 +90,10 @@ class GrpcServer(ServerTransport):
             "Enter": grpc.unary_unary_rpc_method_handler(self._handle_enter),
             "Stream": grpc.stream_stream_rpc_method_handler(self._handle_stream),
         }
-        self._server, self.port = make_server(listen, credentials, self.limits.keepalive, handlers)
+        self._server, self.port = make_server(
+            listen, credentials, self.limits.keepalive, self.limits.gate.handshake_s, handlers
+        )
+        self._gate = ConnectionGate(self.port, self.limits.gate, lambda reason: self._application.on_refused(reason))
         self._endpoints: dict[str, Peer] = {}  # the peer at each endpoint
         self._sockets = SocketBytes(self.port, side="server", owner=lambda endpoint: self._endpoints.get(endpoint))
 
@@ -98,6 +102,7 @@ class GrpcServer(ServerTransport):
         self._application = application
         self._server.start()
         self._watch.start()
+        self._gate.start()
 
     def send(self, peer: Peer, data: Outgoing, *, control: bool = False) -> bool:
         """See `ServerTransport.send`."""
@@ -154,6 +159,7 @@ class GrpcServer(ServerTransport):
         for session in sessions:
             session.messages.wait_sent(max(0.0, until - time.monotonic()))
         self._stopping.set()
+        self._gate.stop()
         for session in sessions:
             session.end(SessionEnd(grpc.StatusCode.UNAVAILABLE, "the global server is stopping"))
         # The statuses must leave before the connections are closed.
@@ -167,6 +173,7 @@ class GrpcServer(ServerTransport):
         try:
             entry = self._read_entry_request(request, context)
             self._application.check_peer(entry)
+            self._gate.prove(_endpoint_of(entry.peer_address))
             result, session = self._admit(entry)
         except WeightGradError as error:
             log.info("%s was not admitted: %s", context.peer(), error)
@@ -236,6 +243,7 @@ class GrpcServer(ServerTransport):
         metadata = dict(context.invocation_metadata())
         entry = self._read_entry_request(b"", context)
         self._application.check_peer(entry)
+        self._gate.prove(_endpoint_of(entry.peer_address))
         number, key = metadata.get(STREAM_KEY, ""), metadata.get(SESSION_KEY, "")
         if not (number.isdecimal() and len(number) < 4 and int(number) <= MAX_STREAMS):
             raise ProtocolError(f"stream number {number[:20]!r}; it must be 0 to {MAX_STREAMS}")
@@ -317,9 +325,10 @@ class GrpcServer(ServerTransport):
             with self._lock:
                 sessions = list(self._sessions.values())
             for session in sessions:
-                if session.messages.open_streams:
+                silent = now - session.messages.heard_at >= self.limits.silent_s
+                if session.messages.open_streams and not silent:
                     session.loss_reported = False
-                elif now - session.messages.without_stream_since >= self.limits.lost_after_s:
+                elif silent or now - session.messages.without_stream_since >= self.limits.lost_after_s:
                     self._report_lost(session, wait=False)
             if now - checked >= self.limits.recheck_s:
                 checked = now

@@ -15,6 +15,7 @@ import grpc
 from cryptography import x509
 
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, SpecError, WeightGradError
+from weightgrad.runtime.transport.connection_gate import GateLimits
 from weightgrad.runtime.transport.grpc_settings import INCARNATION_KEY, PROTOCOL_KEY, RANK_KEY, SITE_KEY, Keepalive
 from weightgrad.runtime.transport.lanes import LaneLimits, Lanes
 from weightgrad.runtime.transport.message_stream import Stream
@@ -40,7 +41,10 @@ class TransportLimits:
         stream_bytes: how much is sent on one stream without an acknowledgement.
         keep_bytes: memory kept for further messages, for all peers together.
         lost_after_s: seconds without a stream after which a peer is reported as lost.
+        silent_s: seconds without a word on open streams after which a peer is reported as lost: its connections live,
+            and its process does not.
         recheck_s: seconds between two checks of the peers that are connected.
+        gate: how many connections of strangers stay open.
         keepalive: how a connection that falls silent is noticed.
     """
 
@@ -52,7 +56,9 @@ class TransportLimits:
     stream_bytes: int = 4 << 20
     keep_bytes: int = 4 << 20
     lost_after_s: float = 5.0
+    silent_s: float = 8.0
     recheck_s: float = 3.0
+    gate: GateLimits = field(default_factory=GateLimits)
     keepalive: Keepalive = field(default_factory=Keepalive)
 
     @classmethod
@@ -81,7 +87,7 @@ class TransportLimits:
         for name in ("messages_per_s", "burst"):
             if not getattr(self, name) > 0:
                 raise SpecError(f"TransportLimits.{name} is {getattr(self, name)!r}; it must be positive")
-        for name in ("lost_after_s", "recheck_s", "keep_bytes"):
+        for name in ("lost_after_s", "silent_s", "recheck_s", "keep_bytes"):
             if not getattr(self, name) >= 0:
                 raise SpecError(f"TransportLimits.{name} is {getattr(self, name)!r}; it must not be negative")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightgrad.errors import SpecError
-from weightgrad.runtime.transport.message_stream import MessageStream, SessionLock, Stream
+from weightgrad.runtime.transport.message_stream import HEARTBEAT_S, MessageStream, SessionLock, Stream
 from weightgrad.runtime.transport.receive_queue import BufferPool, check_memory_limits
 from weightgrad.runtime.transport.records import OVERHEAD_BYTES
 from weightgrad.runtime.transport.transport import MAX_CONTROL_MESSAGE, Outgoing, Traffic
@@ -85,6 +85,7 @@ class Lanes:
             traffic=traffic,
             lock=lock,
             limit_name="max_control_message",
+            heartbeat_s=HEARTBEAT_S,
         )
         self.bulk = MessageStream(
             max_message=limits.max_message,
@@ -129,6 +130,11 @@ class Lanes:
     def without_stream_since(self) -> float:
         """When the last stream was closed, on the clock of `time.monotonic`; meaningless while a stream is open."""
         return max(self.control.without_stream_since, self.bulk.without_stream_since)
+
+    @property
+    def heard_at(self) -> float:
+        """When a record last came, on the clock of `time.monotonic`; a stream that is open is never silent for long."""
+        return max(self.control.heard_at, self.bulk.heard_at)
 
     @property
     def unacknowledged_bytes(self) -> int:

@@ -19,6 +19,10 @@ from weightgrad.runtime.transport.records import MAX_ACKS, Ack, Chunk, Goodbye, 
 from weightgrad.runtime.transport.send_queue import SendQueue
 from weightgrad.runtime.transport.transport import Data, Outgoing, Traffic
 
+HEARTBEAT_S = 2.0
+"""A stream that has had nothing to send for so long says that its process lives. gRPC's own pings do not: they are
+answered by another process, or by threads that need nothing of this one."""
+
 
 class SessionLock:
     """The lock that the lanes of a session share, and conditions on which a thread can wait for either lane."""
@@ -41,6 +45,7 @@ class MessageStream:
         traffic: where the bytes of records are counted, repeated ones included.
         lock: the lock to use, where several lanes share one.
         limit_name: what the sender of a message that is too long is told to raise.
+        heartbeat_s: seconds after which a stream that has nothing to send says that its process lives; None: never.
     """
 
     def __init__(
@@ -54,7 +59,9 @@ class MessageStream:
         traffic: Traffic | None = None,
         lock: SessionLock | None = None,
         limit_name: str = "max_message",
+        heartbeat_s: float | None = None,
     ) -> None:
+        self.heartbeat_s = heartbeat_s
         shared = lock or SessionLock()
         self.lock = shared.lock
         self.outgoing = SendQueue(stream_bytes=stream_bytes, changed=shared.acknowledged)
@@ -72,6 +79,7 @@ class MessageStream:
         self.peer_left = False
         self.streams: list[Stream] = []
         self.without_stream_since = time.monotonic()  # meaningless while a stream is open
+        self.heard_at = time.monotonic()  # when a record last came
         self.announced = 0  # the last `released` that was sent on a stream that is still open
         self._streams_opened = 0
 
@@ -160,6 +168,7 @@ class Stream:
             if self.closed:
                 return
             session.traffic.received += len(data)
+            session.heard_at = time.monotonic()
             if isinstance(record, Hello) is self.hello_received:
                 raise ProtocolError("a stream must start with exactly one hello record")
             if isinstance(record, Chunk):
@@ -208,7 +217,8 @@ class Stream:
                     self._session.wake_one_sender()
                     return record
                 self.idle = True
-                self._something_to_send.wait()
+                if not self._something_to_send.wait(self._session.heartbeat_s) and not self.closed:
+                    return Ack(self._session.incoming.released, ())  # says that this process lives
             return None
 
     def _next(self) -> Record | None:
