@@ -351,7 +351,7 @@ class ServerCoordinator:
         (number, closing), self._closing = self._closing, None
         out = Decisions()
         result = join_result(order.result, [part.result for part in parts])
-        decision, signs = self._decide(parts, relayed=order.relays)
+        decision, signs = self._decide(parts, relayed=order.relays, rate=order.result.rate)
         result = replace(result, schedule=decision.schedule if decision is not None else None)
         messages = {name: result.without(name) if own else result for name, own in order.receivers.items()}
         sizes = {
@@ -382,7 +382,9 @@ class ServerCoordinator:
         )
         return out
 
-    def _decide(self, parts: Sequence[ClosedPart], *, relayed: bool) -> tuple[Decision | None, Signs | None]:
+    def _decide(
+        self, parts: Sequence[ClosedPart], *, relayed: bool, rate: float | None
+    ) -> tuple[Decision | None, Signs | None]:
         """A new sync schedule, if the controller of `auto` wants one, and how alike the pushes were."""
         if self.controller is None:
             return None, None
@@ -390,7 +392,7 @@ class ServerCoordinator:
         signs = Signs(sum(s.common for s in compared), sum(s.same for s in compared)) if compared else None
         if signs is not None:
             self.controller.compare(signs)
-        return self.controller.decide(self.members.awaited, relayed=relayed), signs
+        return self.controller.decide(self.members.awaited, relayed=relayed, rate=rate), signs
 
     # -- membership ----------------------------------------------------------------------------
 
