@@ -21,6 +21,7 @@ import table_qsgd
 import table_runs
 import table_scale
 import table_skew
+import table_transformer
 import table_weightgrad
 import tables
 import torch
@@ -59,9 +60,11 @@ ALLREDUCE = table_allreduce.Plan(
     sides=(32, 64), workers=(2, 4), repeats=1, exact_side=32, exact_workers=3, exact_steps=2
 )
 LIMITS = table_limits.Plan(steps=2, batch=8, evaluate_on=20, data="digits", model="lenet-digits")
+TRANSFORMER = dataclasses.replace(table_transformer.QUICK, steps=2)
 MAKERS: dict[str, Callable[[Options], Document]] = {
     "consistency": lambda options: table_consistency.make(CONSISTENCY, options),
     "skew": lambda options: table_skew.make(SKEW, options),
+    "transformer": lambda options: table_transformer.make(TRANSFORMER, options),
     "limits": lambda options: table_limits.make(LIMITS, options),
     "scale": lambda options: table_scale.make(SCALE, options),
     "mlp": lambda options: table_mlp.make(MLP, options),

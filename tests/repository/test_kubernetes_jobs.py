@@ -1,7 +1,8 @@
 """The manifests for JobSet and Kubeflow Trainer, checked against the schemas that Kubeflow publishes as a package.
 
-`kubeflow_trainer_api` has the models of TrainJob, ClusterTrainingRuntime, JobSet and of all that they contain, generated
-from the custom resource definitions. A model ignores a key that it does not know, so keys are checked here too.
+`kubeflow_trainer_api` has the models of TrainJob, ClusterTrainingRuntime, JobSet and of all that they contain, which
+are generated from the custom resource definitions. A model ignores a key that it does not know, so keys are checked
+here too.
 """
 
 from __future__ import annotations

@@ -212,16 +212,18 @@ class Controller:
         common = sum(found.common for found in self.signs)
         return sum(found.same for found in self.signs) / common if common else 1.0
 
-    def decide(self, present: list[str], *, relayed: bool = False) -> Decision | None:
+    def decide(self, present: list[str], *, relayed: bool = False, rate: float | None = None) -> Decision | None:
         """Decide on the sync schedule when a round closes.
 
         Args:
             present: the sites that rounds wait for.
             relayed: whether the round relayed its pushes.
+            rate: the learning rate of shared gradients; None where updates are shared.
 
         Returns:
             A new decision, or None to go on as before.
         """
+        del rate
         self.others = max(0, len(present) - 1) if relayed else None
         if not self.measured.has_all(present):
             return self._probe()

@@ -11,9 +11,8 @@ which a run needs more steps for the same loss, measured once (`docs/log.md`). T
 overlap with which `seconds x steps` is least. So a line that carries more for free is used for it, and a site waits for
 the answer where that is worth its time.
 
-The price of lateness follows how much the sites differ: if all sites had the same gradient, a site's own would be the
-mean, and going ahead would cost nothing. The measure is the noise of a site's gradient, 1 - |mean|^2 / mean of |own|^2,
-over the last rounds.
+The price of lateness grows with its square, and with the learning rate, as a part of the largest so far: a site's
+weights are away from the others' by its steps in flight. So at the end of a schedule results may be later.
 
 The choice changes only where that saves more than a few percent, so it does not swing. Every change is recorded with
 its reason.
@@ -35,6 +34,7 @@ from weightgrad.core.parts import check, part
 from weightgrad.units import show_bit_s
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
 
+_ROUNDS = 3  # of each site, before anything is decided: the first may be disturbed by those that still join
 _BETTER = 0.95  # times the present cost: what another choice must come below
 
 
@@ -55,8 +55,8 @@ class Choice(NamedTuple):
 CHOICES = (
     Choice("fp32", 32.0, 0.0),
     Choice("ef(qsgd(bits=8))", 8.1, 0.0),
-    Choice("ef(qsgd(bits=4, rounding='nearest'))", 4.1, 0.01),
-    Choice("ef(qsgd(bits=3, rounding='nearest'))", 3.1, 0.04),
+    Choice("ef(qsgd(bits=4, rounding='nearest'))", 4.1, 0.03),
+    Choice("ef(qsgd(bits=3, rounding='nearest'))", 3.1, 0.1),
 )
 
 
@@ -67,7 +67,7 @@ class Gradients:
 
     Attributes:
         reach: the most steps that a result may be late.
-        late: the part by which a run needs more steps for each step that results are late.
+        late: the part by which a run needs more steps if results are one step late, at the largest learning rate.
     """
 
     reach: int = 8
@@ -108,6 +108,8 @@ class GradientController:
     measured: Measurements = field(default_factory=Measurements)
     probes: int = 0
     codec_bytes_s: float = CODEC_BYTES_S
+    peak: float = 0.0  # the largest learning rate so far
+    share: float = 1.0  # the present one, as a part of it
 
     def __post_init__(self) -> None:
         self.now = self.options.first()
@@ -126,18 +128,22 @@ class GradientController:
         """Nothing: see `compares`."""
         del signs
 
-    def decide(self, present: list[str], *, relayed: bool = False) -> Decision | None:
+    def decide(self, present: list[str], *, relayed: bool = False, rate: float | None = None) -> Decision | None:
         """Decide on the sync schedule when a round closes.
 
         Args:
             present: the sites that rounds wait for.
             relayed: never, where gradients are shared.
+            rate: the learning rate of the round; None if it had no gradient.
 
         Returns:
             A new decision, or None to go on as before.
         """
         del relayed
-        found = self._best(present) if self.measured.has_all(present) else self._probe()
+        if rate is not None and rate >= 0:
+            self.peak = max(self.peak, rate)
+            self.share = rate / self.peak if self.peak > 0 else 1.0
+        found = self._best(present) if self.measured.has_all(present, _ROUNDS) else self._probe()
         if found is None or replace(found, why=self.now.why) == self.now:
             return None
         self.now = found
@@ -187,7 +193,7 @@ class GradientController:
 
     def _steps(self, choice: Choice, overlap: int) -> float:
         """The steps of a run to the same loss, as a multiple of those with exact gradients that are waited for."""
-        return (1 + choice.price) * (1 + self.options.late * overlap)
+        return (1 + choice.price) * (1 + self.options.late * self.share * overlap**2)
 
     def _nbytes(self, choice: Choice) -> float:
         """Bytes of a push and its result."""
@@ -200,6 +206,7 @@ class GradientController:
         found = {
             "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
             "probes": torch.tensor(self.probes),
+            "rate": torch.tensor([self.peak, self.share], dtype=torch.float64),
         }
         return found | self.measured.state()
 
@@ -208,4 +215,5 @@ class GradientController:
         every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
         self.now = Decision(SyncSchedule(int(every), int(overlap), up), down, why)
         self.probes = int(state["probes"])
+        self.peak, self.share = (float(number) for number in state["rate"])
         self.measured.load(state)

@@ -42,9 +42,12 @@ class Measurements:
         if network_seconds is not None:
             self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0), report.trip_seconds)
 
-    def has_all(self, sites: list[str]) -> bool:
-        """Whether steps and link of each of these sites are known."""
-        return bool(sites) and all(name in self.steps and name in self.links for name in sites)
+    def has_all(self, sites: list[str], rounds: int = 1) -> bool:
+        """Whether steps and link of each of these sites are known, the link from so many rounds."""
+        links = self.links
+        return bool(sites) and all(
+            name in self.steps and name in links and len(links[name].rounds) >= rounds for name in sites
+        )
 
     def step(self, sites: list[str]) -> float:
         """Seconds of a step at the slowest of these sites."""

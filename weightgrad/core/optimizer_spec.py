@@ -133,7 +133,7 @@ class OptimizerSpec:
             remedy = "use the same torch" if path.startswith("torch.") else remedy
             raise StrategyError(
                 f"no optimizer {kind!r} in torch.optim of torch {torch.__version__}; {remedy}. Or take a strategy that "
-                "shares updates, such as auto: then the server needs no optimizer"
+                "shares updates, such as weightgrad: then the server needs no optimizer"
             )
         return OptimizerSpec(kind, groups, dtypes, bool(data.get("tensor_rate", False)), path)
 
@@ -249,7 +249,7 @@ def _plain(kind: str, name: str, value: Any) -> Any:
         return tuple(_plain(kind, name, one) for one in value)
     raise StrategyError(
         f"{name} of {kind} is {value!r}, and other replicas can be told only numbers and words; strategies that share "
-        "gradients need it told. Take a strategy that shares updates, such as auto"
+        "gradients need it told. Take a strategy that shares updates, such as weightgrad"
     )
 
 

@@ -432,7 +432,7 @@ class ServerCoordinator:
         (number, closing), self._closing = self._closing, None
         out = Decisions()
         result = join_result(order.result, [part.result for part in parts])
-        decision, signs = self._decide(parts, relayed=order.relays)
+        decision, signs = self._decide(parts, relayed=order.relays, rate=order.result.rate)
         schedule = decision.schedule if decision is not None else None
         result = replace(result, schedule=schedule, buffers=self._combined_buffers(closing))
         messages = {name: result.without(name) if own else result for name, own in order.receivers.items()}
@@ -485,7 +485,9 @@ class ServerCoordinator:
         members = self.members.by_name.values()
         return self.buffers.combine(one.name for one in members if one.live or one.done) if brought else {}
 
-    def _decide(self, parts: Sequence[ClosedPart], *, relayed: bool) -> tuple[Decision | None, Signs | None]:
+    def _decide(
+        self, parts: Sequence[ClosedPart], *, relayed: bool, rate: float | None
+    ) -> tuple[Decision | None, Signs | None]:
         """A new sync schedule, if the controller of `auto` wants one, and how alike the pushes were."""
         if self.controller is None:
             return None, None
@@ -493,7 +495,7 @@ class ServerCoordinator:
         signs = Signs(sum(s.common for s in compared), sum(s.same for s in compared)) if compared else None
         if signs is not None:
             self.controller.compare(signs)
-        return self.controller.decide(self.members.awaited, relayed=relayed), signs
+        return self.controller.decide(self.members.awaited, relayed=relayed, rate=rate), signs
 
     # -- membership ----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ server checks certificates, names, model, strategy and optimizer here, before it
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -18,12 +19,15 @@ from torch import nn
 
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizers import is_linear
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
 from weightgrad.runtime.security.credentials import Revoked
 from weightgrad.runtime.transport.transport import EntryRequest
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.versions import HANDSHAKE_VERSION
+
+log = logging.getLogger("weightgrad.serve")
 
 _MAX_NUMEL = 1 << 40
 
@@ -189,8 +193,13 @@ def _parse_fields(
 def strategy_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """Describe the first part in which two strategies differ; None if they are the same.
 
-    The text and, where the server fits it to the links, the overlap are not compared.
+    The text and, where the server fits it to the links, the overlap are not compared. A strategy that has other parts
+    for some optimizers may be either row.
     """
+    if mine.get("nonlinear") and not theirs.get("nonlinear"):
+        rows = ({**mine, "nonlinear": {}}, {**mine, **mine["nonlinear"], "nonlinear": {}})
+        found = [strategy_difference(row, theirs) for row in rows]
+        return None if None in found else found[0]
     ignored = ("about", "overlap") if theirs.get("hide") else ("about",)
     for name in theirs:
         if name not in ignored and json.dumps(mine.get(name)) != json.dumps(theirs[name]):
@@ -314,6 +323,13 @@ class Admission:
         if request.strategy is not None and (found := strategy_difference(request.strategy, strategy.to_dict())):
             self._on_refused("another strategy")
             raise RefusedError(f"{request.site} asks for another strategy: {found} on the server; make them the same")
+        if self._trains_apart(request, strategy):
+            log.warning(
+                "%s trains with %s, and the recipe of this server has an optimizer with which %s shares updates: write "
+                "the optimizer into the recipe, and %s shares gradients with one optimizer for all sites, which trains "
+                "better",
+                *(request.site, (request.optimizer or {}).get("kind"), strategy.name, strategy.name),
+            )
         version = self.version()
         if version is None and request.version > 0:
             self._on_refused("a later global model")
@@ -346,6 +362,13 @@ class Admission:
             clip_norm=self._run_config.clip_norm,
             facts={"bit_s": self._run_config.bit_s.get(request.site)},
         )
+
+    @staticmethod
+    def _trains_apart(request: AdmissionRequest, strategy: Strategy) -> bool:
+        """Whether the strategy would share gradients with the optimizer of this site, and does not."""
+        kind = str((request.optimizer or {}).get("kind", "sgd"))
+        asked = (request.strategy or {}).get("nonlinear") or {}
+        return strategy.shares == "updates" and asked.get("shares") == "gradients" and not is_linear(kind)
 
     def lost(self, site: str) -> None:
         """Note that a site is gone: if it was to send the first global model, the next site to enter does so."""

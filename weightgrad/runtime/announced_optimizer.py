@@ -39,18 +39,19 @@ class AnnouncedOptimizer:
         """What to announce; None where nobody else needs it.
 
         Args:
-            strategy: The strategy of the run; None if it is not known yet. Then an optimizer that cannot be announced
-                is no mistake: the server's strategy may not need it.
+            strategy: The strategy of the run; None if it is not known yet, and not settled if it depends on the
+                optimizer. Then one that cannot be announced is no mistake: the server's strategy may not need it.
 
         Raises:
             StrategyError: The strategy shares gradients, and other replicas cannot have this optimizer.
         """
-        if strategy is not None and strategy.shares != "gradients":
+        unknown = strategy is None or bool(strategy.nonlinear)
+        if strategy is not None and strategy.shares != "gradients" and not unknown:
             return None
         try:
             return OptimizerSpec.of(self._optimizer, self._parameters)
         except StrategyError:
-            if strategy is None:
+            if unknown:
                 return None
             raise
 

@@ -59,7 +59,7 @@ class FrozenParameters:
                 raise StrategyError(
                     f"{one.name} was trained when the site was prepared and is frozen now: with shared gradients its "
                     "momentum and weight decay would go on. Freeze it before prepare(), or take a strategy that shares "
-                    "updates, such as auto"
+                    "updates, such as weightgrad"
                 )
 
 

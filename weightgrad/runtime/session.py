@@ -436,16 +436,16 @@ def _check_shared_gradients(
     if frozen == "shared":
         raise StrategyError(
             f'{strategy.name} shares gradients, and frozen="shared" would let weight decay and momentum move frozen '
-            "parameters; take a strategy that shares updates, such as auto"
+            "parameters; take a strategy that shares updates, such as weightgrad"
         )
     if (wide := next((one for one in parameters if one.parameter.dtype == torch.float64), None)) is not None:
         raise StrategyError(
             f"{wide.name} is float64, and {strategy.name} shares gradients, which travel as float32: replicas would "
-            "drift apart. Train in float32, or take a strategy that shares updates, such as auto"
+            "drift apart. Train in float32, or take a strategy that shares updates, such as weightgrad"
         )
     if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
         raise StrategyError(
             f"{alone} is trained by another optimizer, or by none, and {strategy.name} shares gradients, with which "
             "one optimizer steps at every site: give it all parameters (groups may differ), freeze the others, or take "
-            "a strategy that shares updates, such as auto"
+            "a strategy that shares updates, such as weightgrad"
         )

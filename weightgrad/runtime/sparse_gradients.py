@@ -33,7 +33,7 @@ def check_optimizer(optimizer: Optimizer, strategy: str) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise StrategyError(
             f"{strategy} shares gradients, which are dense when they come back, and SparseAdam takes only sparse ones; "
-            "take a strategy that shares updates, such as auto, or Adagrad, which takes both"
+            "take a strategy that shares updates, such as weightgrad, or Adagrad, which takes both"
         )
 
 
