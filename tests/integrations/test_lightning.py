@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.user_sites import served
+from tests.runtime.user_sites import flat, served
 from weightgrad.errors import StrategyError
 
 from .documented_scripts import run_two_sites
@@ -77,6 +77,32 @@ def test_what_a_module_may_not_have(kind: str, why: str) -> None:
                 return torch.optim.LBFGS(self.parameters())
             return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
 
-    callback = WeightGradCallback("127.0.0.1:1", site="east", insecure=True)
+    callback = WeightGradCallback("127.0.0.1:1", site="east", insecure=True, strategy="baseline")
     with pytest.raises(StrategyError, match=why):
         quiet_trainer(callback).fit(Module(manual=True), loader())
+
+
+def test_two_optimizers_where_updates_are_shared() -> None:
+    from weightgrad.integrations.lightning import WeightGradCallback
+
+    class Module(script_of("lightning.md")["Classifier"]):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+
+        def training_step(self, batch: Any, index: int) -> None:
+            x, y = batch
+            self.manual_backward(torch.nn.functional.cross_entropy(self.net(x), y))
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with served("diloco, every: 2", "east") as hub:
+        callback = WeightGradCallback(hub.address, site="east", insecure=True)
+        module = Module(manual=True)
+        first = flat(module)
+        quiet_trainer(callback).fit(module, loader())
+        assert callback.site is not None
+        assert callback.site.steps == len(loader())
+        moved = (hub.global_model.vector - first) != 0
+        assert bool(moved[: module.net[0].weight.numel()].any())
+        assert torch.equal(flat(module), hub.global_model.vector)

@@ -299,4 +299,4 @@ def test_two_optimizers_of_one_model_where_updates_are_shared() -> None:
     assert (global_model != began)[:100].all(), "the parameters of the first optimizer have moved, too"
     model = network()
     with pytest.raises(StrategyError, match=r"2\.weight is trained by another optimizer, which may step before"):
-        _check_averaged(trainable(model), sgd(model[0]))
+        _check_averaged(trainable(model), [sgd(model[0])])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightgrad.core.strategies import Strategy
-from weightgrad.errors import StrategyError
 from weightgrad.runtime.session import Site, join
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class WeightGradCallback(Callback):  # type: ignore[misc]
                                                              credentials="certs/")])
         trainer.fit(module, loader)
 
-    It works with automatic and with manual optimization, with one optimizer.
+    It works with automatic and with manual optimization; with several optimizers where the strategy shares updates.
 
     Args:
         address: HOST:PORT of the global server.
@@ -61,20 +60,18 @@ class WeightGradCallback(Callback):  # type: ignore[misc]
         """The site, while and after it trains."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join with the module and its optimizer.
-
-        Raises:
-            StrategyError: The module has several optimizers.
-        """
-        if len(trainer.optimizers) != 1:
-            raise StrategyError(
-                f"the module has {len(trainer.optimizers)} optimizers, and a site has one; put all parameters into one "
-                "optimizer, in several groups"
-            )
+        """Join with the module and its optimizers; several need a strategy that shares updates."""
+        optimizers = list(trainer.optimizers)
         wrapped = trainer.strategy.model  # DistributedDataParallel, where Lightning averages gradients
         model = pl_module if wrapped is None else wrapped
         self.site = join(self._address, site=self._name, **self._options)
-        self.site.prepare(model, trainer.optimizers[0], self._strategy, samples=self._samples, **self._prepare)
+        self.site.prepare(
+            model,
+            optimizers[0] if len(optimizers) == 1 else optimizers,
+            self._strategy,
+            samples=self._samples,
+            **self._prepare,
+        )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note the loss in the site's event log."""

@@ -408,8 +408,8 @@ class Admission:
             self._on_refused("another optimizer")
             raise RefusedError(
                 f"{strategy.name} shares gradients, which one optimizer steps with, and {request.site} has described "
-                "none: a model cut by layers has one on each rank, or its options cannot be told. Take a strategy that "
-                "shares updates, such as weightgrad or diloco"
+                "none: a model cut by layers has one on each rank, a site may have several, or its options cannot be "
+                "told. Take a strategy that shares updates, such as weightgrad or diloco"
             )
         try:
             order = {slot.name: index for index, slot in enumerate(known.slots)}

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -34,6 +34,13 @@ from weightgrad.runtime.frozen_parameters import FrozenParameters
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
 from weightgrad.runtime.load_guard import LoadGuard
 from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter, all_stages, layout_of, trainable
+from weightgrad.runtime.named_models import (
+    OptimizerSet,
+    SiteSteps,
+    one_module,
+    own_modules,
+    stepping_optimizers,
+)
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import show_by_default
 from weightgrad.runtime.rank_step import averages_gradients
@@ -43,10 +50,9 @@ from weightgrad.runtime.site_training import SiteTraining
 from weightgrad.runtime.state_dict_copies import copy_views
 from weightgrad.runtime.step_hooks import StepHooks
 from weightgrad.runtime.trained_model import TrainedModel
-from weightgrad.runtime.user_optimizer import unwrap_optimizer
 from weightgrad.wire.intervals import Intervals
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model")
 UserOptimizer = TypeVar("UserOptimizer")
 
 
@@ -126,7 +132,8 @@ class Site:
         self._options = options
         self._entry: Entry | None = None
         self._training: SiteTraining | None = None
-        self._hooks: StepHooks | None = None
+        self._hooks: list[StepHooks] = []
+        self._steps: SiteSteps | None = None
         self._guard: LoadGuard | None = None
         self._copies: list[Any] = []
         self._prepared = False
@@ -150,12 +157,13 @@ class Site:
         """Enter the run with a model and its optimizer; called on every rank. Returns when the site may train.
 
         Args:
-            model: Any module, also one that is wrapped (DistributedDataParallel, torch.compile, Accelerate). Models
-                that are sharded inside the site (FSDP2, HSDP, tensor parallelism) are recognized; each rank then takes
-                part with its own shard.
+            model: Any module, also one that is wrapped (DistributedDataParallel, torch.compile, Accelerate); or several
+                by name, such as {"g": generator, "d": discriminator}. Models that are sharded inside the site (FSDP2,
+                HSDP, tensor parallelism) are recognized; each rank then takes part with its own shard.
             optimizer: A `torch.optim.Optimizer` with parameters of the model, or what wraps one (Accelerate,
-                Lightning). Strategies that share updates take any; those that share gradients need one that the server
-                can make, too, for all parameters that are trained.
+                Lightning). Strategies that share updates take any, and several, by name or in a list, each with
+                parameters of its own; a step of the site is then a step of each of them. Those that share gradients
+                need one that the server can make, too, for all parameters that are trained.
             strategy: The strategy of the run, which must be the server's; None takes the server's.
             samples: How much the updates of this site weigh: the samples that it sees in one step.
             buffers: "shared" averages persistent buffers, such as the statistics of batch norm, over all sites, by
@@ -181,16 +189,22 @@ class Site:
         if self._left:
             raise StrategyError("the site has left; call weightgrad.join again to come back")
         if self._prepared:
-            raise StrategyError("the site is prepared already; to train another model, leave() and join again")
+            raise StrategyError(
+                "the site is prepared already; to train several models, give prepare() all of them "
+                'at once, as {"g": g, "d": d}; to train another one, leave() and join again'
+            )
         if buffers not in ("shared", "site", "local"):
             raise StrategyError(f'buffers = {buffers!r}; it is "shared", "site" or "local"')
         if frozen not in frozen_parameters.KINDS:
             raise StrategyError(f'frozen = {frozen!r}; it is "same", "local" or "shared"')
-        stepping = unwrap_optimizer(optimizer)
-        StepHooks.release(stepping)
-        parameters = trainable(model, frozen=frozen == "shared")
+        several = stepping_optimizers(optimizer)
+        for one in several:
+            StepHooks.release(one)
+        stepping = several[0] if len(several) == 1 else cast(Optimizer, OptimizerSet(several))
+        module = one_module(model)
+        parameters = trainable(module, frozen=frozen == "shared")
         _check_parameters(parameters, stepping)
-        unshared = FrozenParameters(model, parameters)
+        unshared = FrozenParameters(module, parameters)
         own_layout = layout_of(parameters)
         layout = all_stages(own_layout, self.group) if stages else own_layout
         announced = AnnouncedOptimizer(stepping, [one.parameter for one in parameters])
@@ -200,7 +214,9 @@ class Site:
         atexit.register(self._at_exit)
         self._entry = Entry(self._options, self.group)
         version = newest_version(self._options.state) if self.group.first else -1
-        spec = announced.spec(strategy)
+        spec = announced.spec(strategy) if len(several) == 1 else None
+        if strategy is not None and strategy.shares == "gradients":
+            _check_one_optimizer(strategy, several)
         digests = unshared.digests() if self.group.first and frozen == "same" and not stages else {}
         reply = self._entry.ask(layout, None if stages else spec, strategy, samples, version, digests)
         self.strategy = Strategy(**reply.strategy)
@@ -208,9 +224,12 @@ class Site:
             _check_shared_gradients(self.strategy, parameters, stepping, frozen)
             unshared.gradients_shared = True
         announced.adapt(self.strategy, say=self.group.first)
-        trained = self._trained(model, stepping, announced, parameters, in_order(layout, reply.layout), reply.served)
+        inside = all(averages_gradients(one) for one in own_modules(model))
+        trained = self._trained(
+            module, stepping, announced, parameters, in_order(layout, reply.layout), reply.served, inside
+        )
         if self.group.size > 1 and not trained.averages_gradients:
-            _check_averaged(parameters, stepping)
+            _check_averaged(parameters, several)
         averages = buffers != "local" and not stages
         trained = dataclasses.replace(trained, averages_buffers=averages, shares_buffers=buffers == "shared")
         connection = self._entry.connect(reply, trained.sharding.held)
@@ -220,10 +239,14 @@ class Site:
         self._attach(self._entry, self._training)
         self._training.begin()
         self._prepared = True
-        self._copies = copy_views(model) if self._training.rank_step.one_buffer else []
-        self._guard = LoadGuard(model, parameters)
+        self._copies = copy_views(module) if self._training.rank_step.one_buffer else []
+        self._guard = LoadGuard(module, parameters)
         watches = (unshared.check, self._guard.check)
-        self._hooks = StepHooks(stepping, self.name, self._training, self.group, watches, optimizer)
+        self._steps = SiteSteps(self._training, len(several))
+        for number, one in enumerate(several):
+            listener = self._training if len(several) == 1 else self._steps.of(number)
+            wrapper = optimizer if len(several) == 1 else None
+            self._hooks.append(StepHooks(one, self.name, listener, self.group, watches, wrapper))
         return model, optimizer
 
     def _trained(
@@ -234,10 +257,10 @@ class Site:
         parameters: list[NamedParameter],
         layout: Layout,
         served: tuple[Intervals, ...],
+        averages: bool,
     ) -> TrainedModel:
         assert self.strategy is not None
         own, per_tensor = ModuleWeights(parameters, layout).available, self.strategy.per == "tensor"
-        averages = averages_gradients(model)
         local = None if averages else serving(layout, self.strategy.inside(self.group.size), self.group.size)
         sharding = Sharding.of(own, layout, self.group, served, per_tensor=per_tensor, serving=local)
         return TrainedModel(
@@ -354,6 +377,8 @@ class Site:
             return
         if self._guard is not None:
             self._guard.check()
+        if self._steps is not None:
+            self._steps.end()
         self._training.leave(flush=flush)
         self._left = True
         atexit.unregister(self._at_exit)
@@ -387,8 +412,8 @@ class Site:
 
     def _release(self) -> None:
         """Let go of the user's model and optimizer."""
-        if self._hooks is not None:
-            self._hooks.leave()
+        for hooks in self._hooks:
+            hooks.leave()
         if self._guard is not None:
             self._guard.remove()
 
@@ -418,9 +443,19 @@ def _of_another_optimizer(parameters: list[NamedParameter], optimizer: Optimizer
     return next((one.name for one in parameters if id(one.parameter) not in theirs), None)
 
 
-def _check_averaged(parameters: list[NamedParameter], optimizer: Optimizer) -> None:
+def _check_one_optimizer(strategy: Strategy, optimizers: list[Optimizer]) -> None:
+    """Refuse several optimizers where every replica would have to step as they do."""
+    if len(optimizers) > 1:
+        raise StrategyError(
+            f"prepare() was given {len(optimizers)} optimizers, and {strategy.name} shares gradients, with which one "
+            "optimizer steps at every site: put all parameters into one optimizer, in several groups, or take a "
+            "strategy that shares updates, such as auto"
+        )
+
+
+def _check_averaged(parameters: list[NamedParameter], optimizers: list[Optimizer]) -> None:
     """Refuse parameters that another optimizer would step with the gradients of one rank."""
-    if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
+    if (alone := _of_another_optimizer(parameters, optimizers[-1])) is not None:
         raise StrategyError(
             f"{alone} is trained by another optimizer, which may step before the ranks of this site have averaged "
             "their gradients: wrap the model in DistributedDataParallel, which averages them in backward(), or put all "

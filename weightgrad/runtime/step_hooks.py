@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weightgrad.errors import StrategyError
+from weightgrad.runtime.named_models import OptimizerSteps
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.site_training import SiteTraining
 
@@ -46,7 +47,7 @@ class StepHooks:
         self,
         optimizer: Optimizer,
         site: str,
-        training: SiteTraining,
+        training: SiteTraining | OptimizerSteps,
         group: SiteGroup,
         watches: tuple[Callable[[], None], ...] = (),
         wrapper: Any = None,
