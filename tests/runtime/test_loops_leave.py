@@ -26,7 +26,7 @@ SPARSE = (
 def trains(steps: int, *, flush: bool = True) -> Any:
     def script(site: Site, meet: Meet) -> tuple[Tensor, Tensor, float]:
         model = network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         site.prepare(model, optimizer)
         meet()
         for step in range(steps):
