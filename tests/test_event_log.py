@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -144,3 +145,42 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, field
     with EventLog(path) as book:
         book.write("step", 0.5, **fields)
     assert event_log.read(path) == [{"kind": "step", "t": 0.5, **fields}]
+
+
+def test_it_is_for_its_owner_alone(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as events:
+        events.write("step", 0.0)
+    assert (tmp_path / "events.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_a_fifo_in_its_way_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(RunError, match="cannot write the event log"):
+        EventLog(tmp_path / "events.jsonl", append=True)
+
+
+def test_a_line_for_which_there_is_no_room_leaves_no_half_of_itself(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as events:
+        events.write("step", 0.0)
+        file, events._file = events._file, _Full(events._file)  # type: ignore[assignment]
+        with pytest.raises(OSError, match="No space"):
+            events.write("step", 1.0)
+        events._file = file
+        events.write("step", 2.0)
+    assert [entry["t"] for entry in event_log.read(tmp_path / "events.jsonl")] == [0.0, 2.0]
+
+
+class _Full:
+    """A file on a disk with room for three more bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, 3
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def write(self, data: Any) -> int:
+        if not self._left:
+            raise OSError(28, "No space left on device")
+        self._left = 0
+        return int(self._file.write(data[:3]))

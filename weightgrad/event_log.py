@@ -15,8 +15,12 @@ line is incomplete all the same, `read` leaves it out.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,9 +44,15 @@ class EventLog:
         self.path = Path(path)
         if append:
             _remove_incomplete_line(self.path)
+        how = os.O_APPEND if append else os.O_TRUNC if replace else os.O_EXCL
         try:
+            # Not blocking, for a FIFO in the way would block for ever; for its owner alone, since it names the sites.
+            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | how, 0o600)
             # Unbuffered: when the process dies, a buffer would be cut at an arbitrary byte.
-            self._file = open(self.path, "ab" if append else "wb" if replace else "xb", buffering=0)  # noqa: SIM115
+            self._file = open(handle, "wb", buffering=0)  # noqa: SIM115
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                self._file.close()
+                raise OSError(errno.EINVAL, "something that is not a plain file is in its way")
         except FileExistsError:
             raise RunError(f"{self.path} exists already; choose another directory or remove it") from None
         except OSError as error:
@@ -62,8 +72,14 @@ class EventLog:
             _without_nan({"kind": kind, "t": t, **fields}), sort_keys=True, separators=(",", ":"), allow_nan=False
         )
         rest = memoryview(line.encode() + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # no half of a line stays
+                os.ftruncate(self._file.fileno(), before)
+            raise
 
     def close(self) -> None:
         """Close the file. May be called again."""
@@ -80,7 +96,7 @@ class EventLog:
 
 def _remove_incomplete_line(path: Path) -> None:
     """Remove an incomplete last line, so that the next line starts a line of its own."""
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
         path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 

@@ -589,7 +589,7 @@ def test_an_update_that_is_much_larger_than_usual(made: Path, caplog: pytest.Log
             for site in (east, west):
                 assert isinstance(site.receive(), RoundResult)
         assert "an update of west was refused: update of west at round 6 has norm" in caplog.text
-        assert "500 times the largest of its last 5" in caplog.text
+        assert "more than 20 times the largest of its last 5" in caplog.text
         assert hub.counted("refused_updates_total", site="west") == 1
         torch.testing.assert_close(hub.global_model.vector, weights() + (1 + 2 + 1 + 1 + 1.5 + 1) / 2)
 

@@ -219,6 +219,12 @@ class ServerCoordinator:
             return None
         return min(self._rounds), self.waits_for()
 
+    def stuck(self, now: float) -> bool:
+        """Whether the oldest open round should have closed long ago, with or without the sites that it misses."""
+        if not self._rounds or self._deadlines.timeout() is None:
+            return False
+        return now - self._rounds[min(self._rounds)].opened_at > 2 * (self._deadlines.timeout() or 0.0) + 60.0
+
     def waits_for(self) -> list[str]:
         """The sites that the oldest open round misses, sorted."""
         return sorted(self._rounds[min(self._rounds)].missing_from(self.members.awaited)) if self._rounds else []

@@ -68,6 +68,13 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
 
 
+def is_open_to_others(path: Path) -> bool:
+    """Whether anybody but this user and root could have written a file, or put one into a directory."""
+    found = path.stat()
+    strangers = {found.st_uid, path.lstat().st_uid} - {0, os.getuid()}
+    return bool(strangers) or bool(found.st_mode & 0o022)
+
+
 def compile_library(target: Path) -> None:
     """Compile and link into `target`, which appears whole or not at all."""
     compiler = find_compiler()

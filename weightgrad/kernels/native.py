@@ -8,10 +8,13 @@ sources; otherwise there is none and the reference implementations in torch do t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,15 +160,27 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def compiled_in_cache(folder: Path) -> Path:
-    """Return the path of the library in `folder`; compile it now if it is not there yet."""
+    """Return the path of the library in `folder`; compile it now if it is not there yet.
+
+    A library that somebody else could have written is not loaded: where the folder, or the library in it, belongs to
+    another user or may be written by others, it is compiled anew in a directory of this process alone.
+    """
     path = folder / f"kernels-{build.source_hash()}-{build.library_name()}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise NativeError(f"{folder} belongs to another user: its library is not loaded")
+    if build.is_open_to_others(folder) or (path.exists() and build.is_open_to_others(path)):
+        return _compiled_apart()
     if not path.exists():
         with _locked(folder / ".lock"):
             if not path.exists():
                 build.compile_library(path)
+    return path
+
+
+def _compiled_apart() -> Path:
+    own = Path(tempfile.mkdtemp(prefix="weightgrad-kernels-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    path = own / build.library_name()
+    build.compile_library(path)
     return path
 
 

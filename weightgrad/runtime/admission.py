@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -30,6 +31,9 @@ from weightgrad.wire.versions import HANDSHAKE_VERSION
 log = logging.getLogger("weightgrad.serve")
 
 _MAX_NUMEL = 1 << 40
+_MOST_RANKS = 4096  # of a site
+_PAUSES_S = (0.0, 0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before a site that misbehaved may enter again
+_FORGOTTEN_S = 600.0  # after so long, what a site has done is forgotten
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,9 @@ def parse_request(data: bytes) -> AdmissionRequest:
         sides = [side for _, shape in layout for side in shape]
         counts = (request.version, request.epoch, request.samples, request.workers)
         valid = all(side >= 0 for side in sides) and all(isinstance(count, int) for count in counts)
-        valid = valid and request.workers >= 1 and isinstance(request.frozen, dict)
-    except (KeyError, TypeError, ValueError) as error:
+        valid = valid and 1 <= request.workers <= _MOST_RANKS and isinstance(request.frozen, dict)
+        valid = valid and not any(isinstance(count, bool) for count in counts)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"an admission request that cannot be read ({error!r})") from error
     if not valid or not (request.strategy is None or isinstance(request.strategy, dict)):
         raise ProtocolError("an admission request with an invalid shape, strategy, version or number of workers")
@@ -178,7 +183,7 @@ def _parse_fields(
 ) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{what} that is not JSON ({error})") from error
     if not isinstance(found, dict) or found.get("protocol") != HANDSHAKE_VERSION:
         spoken = found.get("protocol") if isinstance(found, dict) else None
@@ -217,6 +222,7 @@ class RunConfig:
         seed: the seed of the run.
         clip_norm: the norm to which gradients are clipped, if they are.
         bit_s: what the recipe says of the bandwidth of each site's link, in bit/s.
+        most_rate: the largest learning rate that a site may state, where gradients are shared; None: a million.
     """
 
     sites: tuple[str, ...]
@@ -224,6 +230,7 @@ class RunConfig:
     seed: int
     clip_norm: float | None = None
     bit_s: Mapping[str, float] = field(default_factory=dict)
+    most_rate: float | None = None
 
 
 class Admission:
@@ -234,6 +241,8 @@ class Admission:
         secure: whether sites show certificates.
         revoked: the list of revoked certificates.
         on_refused: called with a fixed phrase for every refusal.
+        max_parameters: the largest model that the first site may bring; None: any that fits an index.
+        first_site: the site that sends the first global model; None: the first that enters.
 
     Attributes:
         initializer: the site whose weights become the first global model.
@@ -244,9 +253,19 @@ class Admission:
     """
 
     def __init__(
-        self, run_config: RunConfig, *, secure: bool, revoked: Revoked | None, on_refused: Callable[[str], None]
+        self,
+        run_config: RunConfig,
+        *,
+        secure: bool,
+        revoked: Revoked | None,
+        on_refused: Callable[[str], None],
+        max_parameters: int | None = None,
+        first_site: str | None = None,
     ) -> None:
         self._run_config, self._secure, self._revoked, self._on_refused = run_config, secure, revoked, on_refused
+        self._max_parameters, self._first_site = min(max_parameters or _MAX_NUMEL, _MAX_NUMEL), first_site
+        self._passed_over: set[str] = set()  # sites that did not send the first global model in time
+        self._faults: dict[str, tuple[int, float]] = {}  # how often a session was ended for what it did, and when last
         self.layout: Layout | None = None
         self.strategy: Strategy | None = None
         self.initializer: str | None = None
@@ -294,6 +313,7 @@ class Admission:
             LinkError: rank 0 of the site has not entered yet; the rank is to try again.
         """
         self.check_peer(entry)
+        self._check_pause(entry.site, time.monotonic())
         try:
             if entry.rank:
                 return self._enter_rank(entry)
@@ -370,6 +390,38 @@ class Admission:
         asked = (request.strategy or {}).get("nonlinear") or {}
         return strategy.shares == "updates" and asked.get("shares") == "gradients" and not is_linear(kind)
 
+    def misbehaved(self, site: str, now: float) -> int:
+        """Note that a session of a site was ended for what it did; how often that has happened lately."""
+        count, last = self._faults.get(site, (0, now))
+        self._faults[site] = (1 if now - last > _FORGOTTEN_S else count + 1), now
+        return self._faults[site][0]
+
+    def _check_pause(self, site: str, now: float) -> None:
+        count, last = self._faults.get(site, (0, now))
+        pause = _PAUSES_S[min(count, len(_PAUSES_S) - 1)] - (now - last)
+        if count and pause > 0:
+            raise LinkError(
+                f"the sessions of {site} were ended {count} times for what it sent; try again in {pause:.0f} s"
+            )
+
+    def give_up_first(self) -> str | None:
+        """The site that was to send the first global model does not: the next one may. Returns which it was."""
+        late = self.initializer
+        if self.initialized or late is None:
+            return None
+        self._passed_over.add(late)
+        self.lost(late)
+        return late
+
+    def _check_first(self, site: str) -> None:
+        """Whether a site may bring the first global model."""
+        if self._first_site is not None and site != self._first_site:
+            raise LinkError(f"{self._first_site} sends the first global model, and has not entered yet; try again")
+        if self._passed_over >= set(self._run_config.sites):
+            self._passed_over.clear()
+        if site in self._passed_over:
+            raise LinkError(f"{site} did not send the first global model in time; another site may now; try again")
+
     def lost(self, site: str) -> None:
         """Note that a site is gone: if it was to send the first global model, the next site to enter does so."""
         if not self.initialized and self.initializer == site:
@@ -377,11 +429,19 @@ class Admission:
             self._frozen = {}
 
     def _check_model(self, request: AdmissionRequest, layout: Layout) -> None:
-        if len({slot.name for slot in layout.slots}) < len(layout.slots) or not 0 < layout.numel < _MAX_NUMEL:
+        if len({slot.name for slot in layout.slots}) < len(layout.slots) or not layout.numel:
             self._on_refused("another model")
             raise RefusedError(
                 f"the model of {request.site} has {layout.numel} elements, or two parameters of one name"
             )
+        if self.layout is None and layout.numel > self._max_parameters:
+            self._on_refused("a model too large")
+            raise RefusedError(
+                f"the model of {request.site} has {layout.numel:,} parameters, and this server takes at most "
+                f"{self._max_parameters:,}; its operator can raise --max-parameters"
+            )
+        if self.layout is None:
+            self._check_first(request.site)
         if self.layout is not None and (found := first_difference(layout, self.layout)) is not None:
             self._on_refused("another model")
             raise RefusedError(f"the model of {request.site} is not the one that is being trained: {found}")

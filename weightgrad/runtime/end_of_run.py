@@ -47,6 +47,7 @@ class EndOfRun:
         self.gone: set[str] = set()
         """The sites that went without a word, and had not finished."""
         self.finished_since: float | None = None
+        self._said_away = False
 
     @property
     def finished(self) -> bool:
@@ -74,7 +75,25 @@ class EndOfRun:
         someone_stays = any(member.live for member in core.members.by_name.values())
         timeout = _GOODBYE_S if someone_stays else _DISCONNECT_S
         waits = someone_stays or bool(self._transport.sessions())
+        if away := self._away(core):
+            self._say_away(away)
+            timeout, waits = max(timeout, self._options.return_s), True
         return waits and time.monotonic() < self.finished_since + timeout
+
+    def _away(self, core: ServerCoordinator) -> list[str]:
+        """The sites that are lost and had not finished; one that never came is not waited for."""
+        members = core.members.by_name.values()
+        unfinished = [one.name for one in members if (not one.live and not one.done) or one.name in self.gone]
+        return [name for name in unfinished if core.members.by_name[name].pushed_round]
+
+    def _say_away(self, away: list[str]) -> None:
+        if not self._said_away:
+            self._said_away = True
+            log.warning(
+                "all others have finished; waiting %g s for the return of %s, which had not",
+                self._options.return_s,
+                ", ".join(away),
+            )
 
     def take(self, part: FinalPart, numel: int) -> None:
         """A site sends its final state, which needs time."""

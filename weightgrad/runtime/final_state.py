@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +27,11 @@ from torch import Tensor, nn
 from weightgrad.codecs import Payload, decode
 from weightgrad.core.layout import Layout
 from weightgrad.core.shared_buffers import combined
-from weightgrad.errors import ModelFileError, ProtocolError
+from weightgrad.errors import CheckpointError, ModelFileError, ProtocolError
 from weightgrad.quantized.packed_tensor import WEIGHTGRAD, PackedTensor
 from weightgrad.quantized.quantized_file import QuantizedFile, to_tensors
 from weightgrad.runtime.module_weights import plain_name
+from weightgrad.runtime.plain_file import open_plain
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.wire.messages import FinalPart
 
@@ -182,17 +184,27 @@ class FinalStates:
         """
         if self._directory is None:
             return
-        if part.place and part.place != self._next.get(part.site, 0):  # part 0 begins anew
+        if part.place and part.site not in self._next:
+            return  # its first parts could not be kept, or it has begun before this server came
+        if part.place and part.place != self._next[part.site]:  # part 0 begins anew
             raise ProtocolError(
                 f"{part.site} sent part {part.place} of its final state, wanted {self._next.get(part.site, 0)}"
             )
         target = self._path(part.site)
         partial = target.with_suffix(".part")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb" if part.place == 0 else "ab") as file:
-            file.write(part.data)
-            if file.tell() > 4 * numel + _MOST_BUFFER_BYTES:
-                raise ProtocolError(f"{part.site} sends a final state larger than its model and 1 GiB of buffers")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            how = os.O_TRUNC if part.place == 0 else os.O_APPEND
+            with open(open_plain(partial, os.O_WRONLY | os.O_CREAT | how), "ab") as file:
+                file.write(part.data)
+                size = file.tell()
+        except (OSError, CheckpointError) as error:
+            log.error("the final state of %s cannot be kept: %s", part.site, error)
+            self._next.pop(part.site, None)
+            return
+        if size > 4 * numel + _MOST_BUFFER_BYTES:
+            partial.unlink(missing_ok=True)
+            raise ProtocolError(f"{part.site} sends a final state larger than its model and 1 GiB of buffers")
         self._next[part.site] = part.place + 1
         if part.place + 1 == part.parts:
             partial.replace(target)

@@ -8,6 +8,7 @@ sites say before that waits.
 from __future__ import annotations
 
 import math
+import time
 
 from weightgrad.core import pieces
 from weightgrad.core.optimizer_spec import OptimizerSpec
@@ -33,6 +34,16 @@ class FirstModel:
         self._parts: dict[int, Initialized] = {}
         self._started: set[int] = set()
         self._joins: dict[str, Join] = {}
+        self._heard_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything of it came."""
+        return time.monotonic() - self._heard_at
+
+    def heard(self) -> None:
+        """Something of it has come."""
+        self._heard_at = time.monotonic()
 
     def expect(self) -> None:
         """A site was admitted that will send the first weights."""
@@ -47,6 +58,7 @@ class FirstModel:
             ServedBy(one.address, list(own.spans)) for one, own in zip(admission.servers, served, strict=True)
         ]
         self._parts, self._started = {}, set()
+        self.heard()
         layout = [(slot.name, list(slot.shape)) for slot in admission.layout.slots]
         for process, own in enumerate(served):
             begin = Begin(

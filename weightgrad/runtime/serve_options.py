@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,10 @@ class ServeOptions:
         guard: refuses updates that are too large; None refuses only what is not finite.
         result_bytes: how many bytes of results are kept for sites that were away; None: as many as half a model has,
             and 16 MB at least. A site that has missed more gets the whole global model.
+        max_parameters: the largest model that the first site may bring; None: one for which this machine has memory.
+        first_site: the site that sends the first global model; None: the first that enters.
+        first_model_s: seconds without a part of it after which another site may send the first global model.
+        return_s: with `until_finished`, seconds to wait for the return of a site that is lost and had not finished.
         advertise: the addresses at which sites reach the processes, HOST:PORT each; None: this server's host, and the
             port of each process.
     """
@@ -29,3 +34,17 @@ class ServeOptions:
     guard: Guard | None = None
     result_bytes: int | None = None
     advertise: tuple[str, ...] | None = None
+    max_parameters: int | None = None
+    first_site: str | None = None
+    first_model_s: float = 60.0
+    return_s: float = 120.0
+
+    def largest_model(self) -> int:
+        """How many parameters the first model may have: what was set, or 16 bytes for each in half of the memory."""
+        if self.max_parameters is not None:
+            return self.max_parameters
+        try:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):
+            memory = 16 << 30
+        return max(1 << 20, memory // 32)

@@ -10,6 +10,7 @@ With one process this is the plain `weightgrad serve`. Under torchrun this is pr
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 
 from weightgrad.codecs import cost as codec_cost
@@ -105,7 +106,12 @@ class GlobalServer:
         self.telemetry = Telemetry(events, self.metrics)
         revoked = Revoked(credentials.directory / "revoked.txt") if credentials is not None else None
         self.admission = Admission(
-            run_config, secure=credentials is not None, revoked=revoked, on_refused=self.telemetry.refused_connection
+            run_config,
+            secure=credentials is not None,
+            revoked=revoked,
+            on_refused=self.telemetry.refused_connection,
+            max_parameters=options.largest_model(),
+            first_site=options.first_site,
         )
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
@@ -254,6 +260,7 @@ class GlobalServer:
                 self._handle_bytes(sender, data, self.now)
             return
         self._report_late_round()
+        self._give_up_first_model()
         if self.rounds is not None and not self.rounds.closing and wake is not None and self.now >= wake:
             self.rounds.wake(self.now)
         self._write_snapshot_if_due()
@@ -273,6 +280,18 @@ class GlobalServer:
             self._late_round, missing = late
             self.telemetry.round_is_late(self._late_round, missing)
 
+    def _give_up_first_model(self) -> None:
+        """Let another site send the first global model if the one that was to does not."""
+        if self.rounds is not None or self.admission.initializer is None:
+            return
+        if self.first_model.silent_s < self._options.first_model_s:
+            return
+        if (late := self.admission.give_up_first()) is not None:
+            why = f"{late} has sent nothing of the first global model for {self._options.first_model_s:g} s"
+            log.warning("%s: the next site may send it", why)
+            for peer in [peer for peer in self.transport.sessions() if peer.site == late]:
+                self.transport.drop(peer, why)
+
     # -- inputs -----------------------------------------------------------------------------
 
     def _handle_bytes(self, peer: Peer, data: bytes | memoryview, now: float) -> None:
@@ -280,12 +299,15 @@ class GlobalServer:
             if is_control(data):
                 self._handle_control(peer.site, data, now)
             else:
+                if self.rounds is None and peer.site == self.admission.initializer:
+                    self.first_model.heard()
                 for note in self.process.handle(peer, data, now):
                     self._handle_own_note(note, now)
         except (CheckpointError, LinkError):
             raise
         except WeightGradError as error:
             self.telemetry.refused_update(peer.site, f"{type(error).__name__}: {error}")
+            self.admission.misbehaved(peer.site, time.monotonic())
             self.transport.drop(peer, str(error))  # or the site would wait for a result for ever
 
     def _handle_hang_up(self, peer: Peer, data: _HungUp, now: float) -> None:
@@ -375,6 +397,8 @@ class GlobalServer:
         strategy = self.admission.strategy = self.run_config.fit(numel)
         # Without a guard, one that refuses only what is not finite.
         coordinator = ServerCoordinator(strategy.for_server(), numel, self._options.guard or Guard(factor=1e9))
+        if self.run_config.most_rate is not None:
+            coordinator.most_rate = self.run_config.most_rate
         if coordinator.controller is not None:
             speed = codec_cost.measured_round_trip_bytes_s(strategy.wan_codec("up"))
             coordinator.controller.codec_bytes_s = speed
@@ -501,7 +525,7 @@ class GlobalServer:
         """What /healthz shows."""
         core = self.coordinator
         return {
-            "healthy": self.failed is None,
+            "healthy": self.failed is None and not (core is not None and core.stuck(self.now)),
             "version": core.version if core is not None else None,
             "step": core.step if core is not None else None,
             "waiting_for": core.waits_for() if core is not None else list(self.run_config.sites),

@@ -19,11 +19,13 @@ from weightgrad.core.open_round import ClosedRound
 from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
+from weightgrad.runtime.one_line import OneLine
 from weightgrad.runtime.transport.transport import LinkEvent
 from weightgrad.units import show_bytes
 from weightgrad.wire.messages import Join, Push
 
 server_log = logging.getLogger("weightgrad.serve")
+server_log.addFilter(OneLine())
 site_log = logging.getLogger("weightgrad")
 
 _LONG_WAIT_S = 5.0  # of a site for the others, from which on it is told
@@ -36,6 +38,7 @@ class Telemetry:
         self._events, self.metrics = events, metrics
         self._began = time.monotonic()
         self._opened: dict[int, float] = {}  # when the first push of an open round came
+        self._full = False  # the event log could not be written
 
     @property
     def now(self) -> float:
@@ -48,8 +51,15 @@ class Telemetry:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Write a line into the event log, if there is one."""
-        if self._events is not None:
+        if self._events is None:
+            return
+        try:
             self._events.write(kind, self.now, **fields)
+            self._full = False
+        except OSError as error:
+            if not self._full:  # the training does not end for want of a report
+                server_log.error("cannot write %s: %s; events are left out until it can", self._events.path, error)
+            self._full = True
 
     def received(self, site: str, size: int) -> None:
         """Count a message from a site."""

@@ -12,7 +12,7 @@ import typer
 
 from weightgrad.core.guard import Guard
 from weightgrad.core.optimizer_spec import allow_optimizer
-from weightgrad.errors import RecipeError, StrategyError
+from weightgrad.errors import RecipeError, RunError, StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.lab.cli import recipe_argument
 from weightgrad.lab.recipes import site_list
@@ -72,8 +72,16 @@ def serve(
         ),
     ] = None,
     refuse_norm: Annotated[
-        float, typer.Option(help="Refuse updates this many times larger than the last ones of the site; 0: never.")
+        float,
+        typer.Option(help="Refuse updates this many times larger than usual for the other sites; 0: never."),
     ] = 20.0,
+    max_parameters: Annotated[
+        int | None,
+        typer.Option(help="The largest model that a site may bring; default: what half of the memory is enough for."),
+    ] = None,
+    first_site: Annotated[
+        str | None, typer.Option(help="The site that sends the first global model; default: the first that enters.")
+    ] = None,
 ) -> None:
     """Run the global server for the sites of a recipe, or for --sites: aggregate their updates, send the results."""
     config = _run_config(recipe, sites, strategy, settings)
@@ -89,8 +97,12 @@ def serve(
     found = Credentials.load(credentials, server=True) if credentials is not None and not insecure else None
     events = None
     first = int(os.environ.get("RANK", "0")) == 0
+    os.umask(0o077)  # the model and what sites did are nobody else's
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make the directory {out}: {error.strerror}; choose another for --out") from None
         events = EventLog(out / "events.jsonl", append=True) if first else None
     group = ServerGroup()
     if group.spans_machines and advertise is None:
@@ -115,6 +127,8 @@ def serve(
             until_finished=until_finished,
             guard=Guard(factor=refuse_norm) if refuse_norm > 0 else None,
             advertise=tuple(advertise.split(",")) if advertise is not None else None,
+            max_parameters=max_parameters,
+            first_site=first_site,
         )
         server = GlobalServer(config, options, transport, found, events, group=group)
         page = health.serve(metrics, server.metrics, server.status)

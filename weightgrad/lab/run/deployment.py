@@ -21,6 +21,8 @@ from weightgrad.lab.run.task import Training
 from weightgrad.runtime.admission import RunConfig
 from weightgrad.runtime.session import Site, join
 
+_MOST_RATE = 100.0  # times the recipe's learning rate, at most, is what a site may state
+
 
 def run_config(recipe: Recipe) -> RunConfig:
     """The configuration that the server announces to the sites of a recipe."""
@@ -29,6 +31,7 @@ def run_config(recipe: Recipe) -> RunConfig:
         fit=lru_cache(maxsize=4)(lambda numel: fitted_strategy(recipe, numel)),  # it encodes a whole model
         seed=recipe.seed,
         clip_norm=recipe.training.clip_norm,
+        most_rate=_MOST_RATE * recipe.training.optimizer.lr,
         bit_s={end: link.bandwidth_bit_s for link in recipe.link_list for end in link.between},
     )
 

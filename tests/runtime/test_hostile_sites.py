@@ -1,0 +1,254 @@
+"""A site with a valid certificate that does its worst, and strangers at the port: everybody else goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightgrad.core.global_model import digest_of
+from weightgrad.errors import LinkError, RefusedError
+from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.input_log import InputLog
+from weightgrad.runtime.security import certificates
+from weightgrad.runtime.transport.transport import Peer
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.message_bytes import unpack
+from weightgrad.wire.messages import FinalPart, Join, Leave, Push, RoundResult
+
+from .deployment import PATIENCE_S, Hub
+from .test_refusals import LAYOUT, NUMEL, Hand, first_model, hand, holding, part_of, rules, weights
+
+SITES = ("east", "west")
+LARGEST = 2**32 - 1
+UPDATE = torch.ones(NUMEL)
+
+
+@pytest.fixture(name="made", scope="module")
+def fixture_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certs") / "all"
+    certificates.create(directory, [], SITES)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _log_everything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def quick(**changes: Any) -> RunConfig:
+    """Rounds that do not wait long for a site that is gone."""
+    return rules(t_global=0.5, **changes)
+
+
+def close_rounds(hub: Hub, site: Hand, count: int = 3) -> None:
+    """An honest site pushes, and gets its results."""
+    for _ in range(count):
+        site.send_push(site.push(UPDATE))
+        while not isinstance(site.receive(), RoundResult):
+            pass
+    assert hub.server.status()["healthy"]
+
+
+# -- poisoned numbers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [{"round": LARGEST}, {"step": LARGEST}, {"rate": 1e39}], ids=str)
+def test_a_poisoned_number_stops_nobody_and_never_reaches_the_disk(
+    made: Path, tmp_path: Path, poison: dict[str, Any]
+) -> None:
+    state = tmp_path / "state"
+    with Hub(quick(), certs=made, state=state) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            west.send(dataclasses.replace(west.push(), **poison))
+            west.refused()
+        close_rounds(hub, east)
+        version = hub.version
+    log = InputLog(state, "inputs")
+    pushes = [unpack(record.data) for _, record in log.records() if record.kind == 1]
+    log.close()
+    assert not [one for one in pushes if isinstance(one, Push) and one.site == "west"]
+    with Hub(quick(), certs=made, state=state) as again, hand(again, "east", made) as east:
+        assert again.version == version
+        close_rounds(again, east)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+def test_pushes_for_future_rounds_are_kept_only_within_the_window(made: Path) -> None:
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            for number in range(1, 200):
+                west.send(part_of(west.push(), round=number))
+            assert "wait for their rounds to close" in west.refused()
+        serving = hub.server.process.serving
+        assert serving is not None
+        assert len(serving.incomplete) + len(hub.shard.pushes) <= serving.most_pushes
+        close_rounds(hub, east)
+
+
+def test_parts_without_an_end_are_kept_only_up_to_a_few_models(made: Path) -> None:
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            serving = hub.server.process.serving
+            assert serving is not None
+            part = part_of(west.push(UPDATE), last=False)
+            for _ in range(serving.most_bytes // 3000 + 10):
+                west.send(part)
+            assert "there is room for" in west.refused()
+        close_rounds(hub, east)
+
+
+def test_joins_that_nobody_reads_are_refused(made: Path) -> None:
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            for _ in range(200):
+                west.send(Join(site="west", version=-1))
+            assert "more often than once a second" in west.refused()
+        close_rounds(hub, east)
+
+
+@pytest.mark.parametrize("consistency", ["async_()", "backup(1)"])
+def test_what_a_site_does_not_read_is_bounded_and_it_comes_back_to_the_global_model(
+    made: Path, consistency: str
+) -> None:
+    with Hub(quick(consistency=consistency), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            hub.server.transport.max_queued = 20_000
+            west.client.abort()  # it crashes without a word
+            largest = 0
+            for _ in range(150):
+                close_rounds(hub, east, 1)
+                session = hub.server.transport.sessions().get(Peer("west", 0))
+                largest = max(largest, session.unacknowledged_bytes if session is not None else 0)
+                if session is None:
+                    break
+            else:
+                pytest.fail("its answers queue for ever")
+            assert largest <= 21_000
+        hub.server.transport.max_queued = 1 << 20  # there is always room for what a site has missed
+        with hand(hub, "west", made, enter=False) as again:
+            again.client.enter(AdmissionRequest("west", LAYOUT, 0).pack(), PATIENCE_S)
+            again.client.start()
+            again.send(holding("west", epoch=2))
+            again.send(Join(site="west", version=0, epoch=2))
+            assert again.receive().version == hub.version  # type: ignore[union-attr]
+
+
+# -- before the first model -----------------------------------------------------------------------
+
+
+def enter(site: Hand, layout: list[tuple[str, list[int]]] | None = None, timeout: float = PATIENCE_S) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        site.client.enter(AdmissionRequest(site.name, layout or LAYOUT, -1).pack(), timeout)
+    )
+    return found
+
+
+@pytest.mark.parametrize("size", [[2**25, 2**25], [10**9], [2**62, 2**62]])
+def test_a_model_larger_than_the_operator_allows_is_refused_before_anything_is_made_for_it(
+    made: Path, size: list[int]
+) -> None:
+    with Hub(quick(), certs=made, max_parameters=1000) as hub:
+        with hand(hub, "west", made, enter=False) as west, pytest.raises(RefusedError, match="at most 1,000"):
+            enter(west, [("weight", size)])
+        with hand(hub, "east", made) as east:
+            close_rounds(hub, east)
+
+
+def test_a_first_site_that_sends_no_model_lets_the_next_one(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Hub(quick(), certs=made, first_model_s=0.3) as hub, hand(hub, "west", made, enter=False) as west:
+        assert enter(west)["init_model"]
+        west.client.start()
+        with hand(hub, "east", made, enter=False) as east:
+            hub.until(lambda: "the next site may send it" in caplog.text)
+            assert enter(east)["init_model"]
+            east.client.start()
+            east.send(first_model(weights()))
+            east.send(holding("east"))
+            east.send(Join(site="east", version=0, digest=digest_of(weights(), Intervals.whole(NUMEL))))
+            east.receive()
+            close_rounds(hub, east)
+
+
+def test_a_first_model_that_is_not_finite_is_refused(made: Path) -> None:
+    with Hub(quick(), certs=made) as hub, hand(hub, "west", made, enter=False) as west:
+        enter(west)
+        west.client.start()
+        poisoned = first_model(weights())
+        values = weights()
+        values[3] = float("nan")
+        (segment,) = poisoned.segments
+        payload = dataclasses.replace(segment.payload, body=values.view(torch.uint8))
+        west.send(dataclasses.replace(poisoned, segments=(dataclasses.replace(segment, payload=payload),)))
+        assert "not finite" in west.refused()
+        assert hub.server.rounds is None
+        with hand(hub, "east", made) as east:
+            close_rounds(hub, east)
+
+
+def test_the_operator_may_name_the_site_that_brings_the_model(made: Path) -> None:
+    with Hub(quick(), certs=made, first_site="east") as hub:
+        with (
+            hand(hub, "west", made, enter=False) as west,
+            pytest.raises(LinkError, match="east sends the first global model"),
+        ):
+            enter(west, timeout=0.5)
+        with hand(hub, "east", made) as east, hand(hub, "west", made):
+            assert east.version == 0
+
+
+# -- words and files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_", [b"[" * 100_000, b'{"protocol":' * 20_000, b'{"protocol": 3, "layout": [["a", [Infinity]]]}']
+)
+def test_json_that_is_hostile_is_a_refusal_and_no_error_of_the_server(made: Path, request_: bytes) -> None:
+    with (
+        Hub(quick(), certs=made) as hub,
+        hand(hub, "west", made, enter=False) as west,
+        pytest.raises(RefusedError) as refusal,
+    ):
+        west.client.enter(request_, PATIENCE_S)
+    assert "the global server failed" not in str(refusal.value)
+
+
+def test_a_name_cannot_forge_a_line_of_the_log(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forged = "a\n12:00:00 INFO    west leaves\x1b[2J"
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made), hand(hub, "west", made, enter=False) as west:
+        with pytest.raises(RefusedError):
+            enter(west, [(forged, [1])])
+        assert "west leaves" in caplog.text
+        assert not [record for record in caplog.records if "\n" in record.getMessage() or "\x1b" in record.getMessage()]
+        assert hub.server.status()["healthy"]
+
+
+def test_a_site_whose_sessions_are_ended_again_and_again_has_to_wait(made: Path) -> None:
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
+        for _ in range(3):
+            with hand(hub, "west", made, enter=False) as west:
+                enter(west)
+                west.client.start()
+                west.send(Leave(site="east"))
+                west.refused()
+        with hand(hub, "west", made, enter=False) as west, pytest.raises(LinkError, match="try again in"):
+            enter(west, timeout=0.1)
+        close_rounds(hub, east)
+
+
+def test_a_server_that_may_not_write_its_final_states_goes_on(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    os.mkfifo(out / "final-state-1.part")
+    with Hub(quick(), certs=made, out=out) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
+        west.send(FinalPart(site="west", place=0, parts=1, data=b"x" * 100))
+        close_rounds(hub, east)
+        assert hub.server.status()["healthy"]
