@@ -6,6 +6,7 @@ Every case is a process of its own, because a device is known to the whole proce
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +19,11 @@ from tests.accelerator import pretend
 from tests.accelerator.pretend import ACCELERATOR, Counts, HostReadError, MixedDevicesError, Traffic
 from tests.accelerator.streams import DeviceModule, RaceError, current_stream, stream
 from tests.runtime import user_sites
+from tests.runtime.deployment import PATIENCE_S
 from tests.runtime.user_sites import Meet
 from weightgrad import codecs, kernels
 from weightgrad.core.layout import Layout
+from weightgrad.lab.bench import gpu_check, gpu_steps
 from weightgrad.runtime import device_copies
 from weightgrad.runtime.device_copies import DeviceCopies
 from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter
@@ -296,6 +299,42 @@ def scalers_and_optimizers() -> None:
         there = Trial(strategy, DEVICE, dtype=torch.bfloat16)
         here = Trial(strategy, torch.device("cpu"), dtype=torch.bfloat16)
         same(there.global_model, here.global_model)
+
+
+# -- ./scripts/test-gpu --------------------------------------------------------------------------
+
+
+@case
+def the_check_of_gpus() -> None:
+    """What `./scripts/test-gpu` does with a device: encode and decode there, measure, and train two sites on it."""
+    ACCELERATOR.readers = _Anything()
+    lines = gpu_check.kernels_agree(DEVICE, shapes=((), (17,), (33, 31), (3000,)))
+    assert len(lines) == len(gpu_check.SPECS)
+    assert all(line.good for line in lines), lines
+    lines = gpu_check.bandwidths(DEVICE, lambda: None, megabytes=0.05)
+    assert len(lines) == 1 + len(gpu_check.SPECS)
+    found: dict[str, gpu_steps.Steps] = {}
+    with gpu_check.Server(("east", "west"), every=4) as server:
+        sites = [join(server.address, site=name, insecure=True) for name in ("east", "west")]
+
+        def train(site: Site) -> None:
+            found[site.name] = gpu_steps.measure(site, DEVICE, steps=8, every=4, move=pretend.moved)
+
+        threads = [threading.Thread(target=train, args=(site,), daemon=True) for site in sites]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    lines = gpu_check.step_checks("both on one device", found)
+    assert [line.good for line in lines] == [True] * 3
+    assert gpu_check.report({"Steps": lines}, "pretend").count("| ok |") == 3
+
+
+class _Anything(set[str]):
+    """Every function may read: codecs read scales and counts where they encode."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 # -- ranks of a site -----------------------------------------------------------------------------

@@ -308,7 +308,12 @@ def register() -> None:
         return made(torch.empty_strided(size, stride, dtype=dtype))
 
     library.impl("empty.memory_format", empty, "PrivateUse1")
+
+    def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        return _copy(target, source, non_blocking)
+
     library.impl("empty_strided", empty_strided, "PrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")
 
 
 _KEPT: list[Any] = []

@@ -23,6 +23,9 @@ GARBAGE = 0xA5
 """What memory holds that a copy on its way has not reached."""
 
 
+_LOCK = threading.RLock()  # several threads use the device: those of sites, and those of autograd
+
+
 class RaceError(AssertionError):
     """Something was used, or overwritten, before it was waited for."""
 
@@ -54,6 +57,10 @@ class Stream:
 
     def touch(self, reads: list[Memory], writes: list[Memory]) -> None:
         """Do something with memory of the device now."""
+        with _LOCK:
+            self._touch(reads, writes)
+
+    def _touch(self, reads: list[Memory], writes: list[Memory]) -> None:
         self.time += 1
         for memory in (*reads, *writes):
             if memory.written is not None:
@@ -77,7 +84,8 @@ class Stream:
         def arrive() -> None:
             target.copy_(found)
 
-        self._copies.append(_Copy(self.time, arrive))
+        with _LOCK:
+            self._copies.append(_Copy(self.time, arrive))
 
     def copy_from_host(self, source: Tensor, target: Tensor) -> None:
         """Copy from pinned memory, which the host must leave alone until it has waited."""
@@ -88,17 +96,15 @@ class Stream:
             if not torch.equal(source.view(-1).view(torch.uint8), found.view(-1).view(torch.uint8)):
                 raise RaceError("the host has overwritten memory from which a copy was on its way")
 
-        self._copies.append(_Copy(self.time, arrive))
+        with _LOCK:
+            self._copies.append(_Copy(self.time, arrive))
 
     def arrived(self, time: int) -> None:
         """The host has waited for everything up to a time, so that comes before all that it asks for from now on."""
-        _HOST[self] = max(_HOST.get(self, 0), time)
-        while self._copies and self._copies[0].time <= time:
-            self._copies.pop(0).arrive()
-
-    def knows(self, other: Stream, time: int) -> None:
-        """This stream waits for another one, and for what that one has waited for when it was at that time."""
-        self._seen[other] = max(self._seen.get(other, 0), time)
+        with _LOCK:
+            _HOST[self] = max(_HOST.get(self, 0), time)
+            while self._copies and self._copies[0].time <= time:
+                self._copies.pop(0).arrive()
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event behind everything that the stream was given."""
@@ -108,8 +114,9 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Do nothing more before an event."""
-        for stream, time in event.clock.items():
-            self.knows(stream, time)
+        with _LOCK:
+            for stream, time in event.clock.items():
+                self._seen[stream] = max(self._seen.get(stream, 0), time)
 
     def wait_stream(self, other: Stream) -> None:
         """Do nothing more before another stream has done what it was given."""
@@ -121,7 +128,8 @@ class Stream:
 
     def clock(self) -> dict[Stream, int]:
         """How far this stream and those that it has waited for have come."""
-        return {**self._seen, self: self.time}
+        with _LOCK:
+            return {**self._seen, self: self.time}
 
 
 class Event:

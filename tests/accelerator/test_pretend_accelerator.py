@@ -25,6 +25,7 @@ CASES = (
     "gradients_cross_at_every_step",
     "sparse_results_cross_as_entries",
     "scalers_and_optimizers",
+    "the_check_of_gpus",
 )
 STRATEGIES = (
     "auto", "baseline", "dgc", "diloco, every: 4", "gaia", "powersgd", "adaptive", "sparseloco, every: 4",

@@ -93,16 +93,13 @@ def assign(x: Tensor, borders: Tensor, bits: int, codes: Tensor) -> None:
     lib = native.library_for(x)
 
     def work(start: int, stop: int) -> None:
+        if lib is not None:
+            target, count = codes.data_ptr() + start // 8 * bits, borders.numel()
+            lib.wg_assign(x.data_ptr() + 4 * start, stop - start, borders.data_ptr(), count, bits, target)
+            return
         for at in range(start, stop, fixed.CHUNK):
-            piece = x[at : min(stop, at + fixed.CHUNK)]
-            target = codes[at // 8 * bits :]
-            if lib is None:
-                packed = pack_reference(_codes(piece, borders), bits)
-                target[: packed.numel()] = packed
-            else:
-                flat = torch.empty(piece.numel(), dtype=torch.uint8)
-                lib.wg_assign(piece.data_ptr(), piece.numel(), borders.data_ptr(), borders.numel(), flat.data_ptr())
-                lib.wg_pack(flat.data_ptr(), piece.numel(), bits, target.data_ptr())
+            packed = pack_reference(_codes(x[at : min(stop, at + fixed.CHUNK)], borders), bits)
+            codes[at // 8 * bits :][: packed.numel()] = packed
 
     threads.run_split(x.numel(), fixed.CHUNK, work)
 

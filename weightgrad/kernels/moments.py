@@ -58,13 +58,13 @@ def moments(x: Tensor, residual: Tensor | None = None, *, absolute: bool = False
         def work(start: int, stop: int) -> int:
             add = None if residual is None else residual.data_ptr() + 4 * start
             at = partials.data_ptr() + start // BLOCK * 24
-            result: int = lib.wg_moments(x.data_ptr() + 4 * start, add, stop - start, at)
+            result: int = lib.wg_moments(x.data_ptr() + 4 * start, add, stop - start, int(absolute), at)
             return result
 
         top = max(threads.run_split(n, BLOCK, work))
     if top >= fixed.INFINITY_BITS:
         return Moments(n, math.nan, math.nan, math.nan, math.inf)
-    sums = [math.fsum(column) for column in partials.t().tolist()]
+    sums = [math.fsum(column) for column in partials.t()[: 3 if absolute else 2].tolist()]
     return Moments(n, sums[0], sums[1], sums[2] if absolute else math.nan, fixed.float_of_bits(top))
 
 

@@ -94,7 +94,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_force_isa": (_INT, (_INT,)),
     "wg_quantize": (_SIZE, (_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER)),
     "wg_dequantize": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _INT, _INT, _POINTER)),
-    "wg_moments": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _POINTER)),
+    "wg_moments": (ctypes.c_uint32, (_POINTER, _POINTER, _SIZE, _INT, _POINTER)),
     "wg_ternary": (None, (_POINTER, _POINTER, _SIZE, _FLOAT, _SIZE, _SIZE, _POINTER)),
     "wg_ternary_decode": (None, (_POINTER, _SIZE, _FLOAT, _INT, _POINTER)),
     "wg_narrow": (ctypes.c_uint32, (_POINTER, _SIZE, _INT, _POINTER)),
@@ -126,7 +126,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_unpack_gaps": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _SIZE, _POINTER)),
     "wg_elias": (_SIZE, (_POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER)),
     "wg_elias_decode": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER)),
-    "wg_assign": (None, (_POINTER, _SIZE, _POINTER, _INT, _POINTER)),
+    "wg_assign": (None, (_POINTER, _SIZE, _POINTER, _INT, _INT, _POINTER)),
     "wg_lookup": (None, (_POINTER, _SIZE, _INT, _POINTER, _INT, _POINTER)),
 }
 

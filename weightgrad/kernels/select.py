@@ -339,7 +339,7 @@ def _scan_reference(
     clear: bool,
 ) -> Selected:
     n, count, done = residual.numel(), 0, residual.numel()
-    mu = torch.tensor(momentum, dtype=torch.float32, device=residual.device)
+    mu = torch.full((), momentum, dtype=torch.float32, device=residual.device)  # no copy from the host
     found: list[tuple[Tensor, Tensor]] = []
     for start in range(0, n, fixed.CHUNK):
         stop = min(n, start + fixed.CHUNK)

@@ -75,7 +75,7 @@ def ternary_decode(codes: Tensor, n: int, scale: float, out: Tensor, mode: int =
         kernels.ternary_decode(codes, n, scale, out, mode)
         return
     if lib is None:
-        factor = torch.tensor(scale, dtype=torch.float32, device=out.device)
+        factor = torch.full((), scale, dtype=torch.float32, device=out.device)  # no copy from the host
         for start in range(0, n, _STEP):
             m = min(_STEP, n - start)
             trits = unpack_trits(codes[start // 5 : start // 5 + packed_bytes(m)], m)

@@ -96,6 +96,34 @@ ALWAYS_INLINE I8 unpack32(const uint8_t *in, const int bits) {
     return _mm256_or_si256(even, odd);
 }
 
+/* 32 codes of `bits` bits each -> 4*bits bytes. */
+ALWAYS_INLINE void pack32(I8 codes, const int bits, uint8_t *out) {
+    if (bits == 8) {
+        _mm256_storeu_si256((I8 *)out, codes);
+        return;
+    }
+    I8 pair = _mm256_maddubs_epi16(codes, _mm256_set1_epi16((short)(1 | 1 << (bits + 8))));
+    if (bits == 4) {
+        __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(pair), _mm256_extracti128_si256(pair, 1));
+        _mm_storeu_si128((__m128i *)out, bytes);
+        return;
+    }
+    I8 quad = _mm256_madd_epi16(pair, same(1u | 1u << (2 * bits + 16)));
+    if (bits == 2) {
+        __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(quad), _mm256_extracti128_si256(quad, 1));
+        _mm_storel_epi64((__m128i *)out, _mm_packus_epi16(words, words));
+        return;
+    }
+    /* 3 bits: two 12-bit lanes -> 24 bits in each 64-bit lane, then gather the bytes */
+    I8 triple = _mm256_or_si256(_mm256_and_si256(quad, _mm256_set1_epi64x(0xfff)), _mm256_srli_epi64(quad, 20));
+    const I8 gather = _mm256_setr_epi8(0, 1, 2, 8, 9, 10, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 8, 9, 10, -1, -1, -1,
+                                       -1, -1, -1, -1, -1, -1, -1);
+    I8 tight = _mm256_shuffle_epi8(triple, gather);
+    uint64_t low = (uint64_t)_mm256_extract_epi64(tight, 0), high = (uint64_t)_mm256_extract_epi64(tight, 2);
+    memcpy(out, &low, 6);
+    memcpy(out + 6, &high, 6);
+}
+
 /* How a decoded vector reaches memory: STREAM is WG_STORE past the cache. */
 enum { STREAM = 2 };
 

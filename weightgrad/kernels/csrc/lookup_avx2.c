@@ -35,6 +35,41 @@ ALWAYS_INLINE void lookup_mode(const uint8_t *codes, uint64_t n, const float *ta
     }
 }
 
+/* A search in four steps: the code so far says which border is next, and a register is the table of its step. */
+ALWAYS_INLINE void assign(const float *x, uint64_t n, const float *borders, int count, const int bits, uint8_t *codes) {
+    float step[4][8];
+    for (int level = 0; level < 4; level++)
+        for (int i = 0; i < 8; i++) {
+            const int at = ((2 * (i & ((1 << level) - 1)) + 1) << (3 - level)) - 1;
+            step[level][i] = at < count ? borders[at] : INFINITY;
+        }
+    const F8 first = _mm256_loadu_ps(step[0]), second = _mm256_loadu_ps(step[1]);
+    const F8 third = _mm256_loadu_ps(step[2]), fourth = _mm256_loadu_ps(step[3]);
+    uint64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        I8 code[4];
+        _mm_prefetch((const char *)(x + i + PREFETCH_FLOATS), _MM_HINT_T0);
+        _mm_prefetch((const char *)(x + i + PREFETCH_FLOATS + 16), _MM_HINT_T0);
+        for (size_t j = 0; j < 4; j++) { /* a true comparison is the integer -1 */
+            F8 v = _mm256_loadu_ps(x + i + 8 * j);
+            I8 c = _mm256_srli_epi32(_mm256_castps_si256(_mm256_cmp_ps(v, first, _CMP_GT_OQ)), 31);
+            c = _mm256_sub_epi32(_mm256_add_epi32(c, c), _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_permutevar8x32_ps(second, c), _CMP_GT_OQ)));
+            c = _mm256_sub_epi32(_mm256_add_epi32(c, c), _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_permutevar8x32_ps(third, c), _CMP_GT_OQ)));
+            code[j] = _mm256_sub_epi32(_mm256_add_epi32(c, c), _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_permutevar8x32_ps(fourth, c), _CMP_GT_OQ)));
+        }
+        pack32(bytes32(code), bits, codes + i / 8 * (size_t)bits);
+    }
+    if (i < n) wg_assign_run(x + i, n - i, borders, count, bits, codes + i / 8 * (size_t)bits);
+}
+
+void wg_assign_avx2(const float *x, uint64_t n, const float *borders, int count, int bits, uint8_t *codes) {
+    switch (bits) {
+    case 2: assign(x, n, borders, count, 2, codes); return;
+    case 3: assign(x, n, borders, count, 3, codes); return;
+    default: assign(x, n, borders, count, 4, codes); return;
+    }
+}
+
 void wg_lookup_avx2(const uint8_t *codes, uint64_t n, int bits, const float *table, int mode, float *out) {
     switch (bits) {
     case 2: lookup_mode(codes, n, table, 2, mode, out); return;

@@ -5,7 +5,7 @@
 #include "lanes.h"
 
 /* A whole block, sixteen lanes at a time. */
-ALWAYS_INLINE I8 block_sums(const float *x, const float *residual, I8 top, double *partials) {
+ALWAYS_INLINE I8 block_sums(const float *x, const float *residual, I8 top, double *partials, const int count) {
     __m256d lane[3][4];
     for (int s = 0; s < 3; s++)
         for (int j = 0; j < 4; j++) lane[s][j] = _mm256_setzero_pd();
@@ -25,7 +25,7 @@ ALWAYS_INLINE I8 block_sums(const float *x, const float *residual, I8 top, doubl
                     const size_t k = 2 * j + half;
                     acc[0][k] = _mm256_add_pd(acc[0][k], d);
                     acc[1][k] = _mm256_add_pd(acc[1][k], _mm256_mul_pd(d, d));
-                    acc[2][k] = _mm256_add_pd(acc[2][k], _mm256_andnot_pd(_mm256_set1_pd(-0.0), d));
+                    if (count == 3) acc[2][k] = _mm256_add_pd(acc[2][k], _mm256_andnot_pd(_mm256_set1_pd(-0.0), d));
                 }
             }
         }
@@ -40,18 +40,19 @@ ALWAYS_INLINE I8 block_sums(const float *x, const float *residual, I8 top, doubl
     return top;
 }
 
-ALWAYS_INLINE uint32_t sums(const float *x, const float *residual, uint64_t n, double *partials) {
+ALWAYS_INLINE uint32_t sums(const float *x, const float *residual, uint64_t n, double *partials, const int count) {
     I8 top = _mm256_setzero_si256();
     uint64_t i = 0;
-    for (; i + WG_BLOCK <= n; i += WG_BLOCK, partials += 3) top = block_sums(x + i, residual ? residual + i : NULL, top, partials);
+    for (; i + WG_BLOCK <= n; i += WG_BLOCK, partials += 3) top = block_sums(x + i, residual ? residual + i : NULL, top, partials, count);
     const uint32_t body = top8(top);
     if (i == n) return body;
     const uint32_t rest = wg_moments_run(x + i, residual ? residual + i : NULL, n - i, partials);
     return body > rest ? body : rest;
 }
 
-uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, double *partials) {
-    return residual ? sums(x, residual, n, partials) : sums(x, NULL, n, partials);
+uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, int absolute, double *partials) {
+    if (absolute) return residual ? sums(x, residual, n, partials, 3) : sums(x, NULL, n, partials, 3);
+    return residual ? sums(x, residual, n, partials, 2) : sums(x, NULL, n, partials, 2);
 }
 
 uint32_t wg_largest_avx2(const float *x, uint64_t n) {

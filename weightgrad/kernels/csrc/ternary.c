@@ -73,23 +73,32 @@ void wg_ternary_threshold_run(const float *w, size_t m, float threshold, uint8_t
     }
 }
 
-/* Weighted sums for a scale of m-bit weights: b = level of w, S1 = sum D*b*w, S2 = sum D*b*b. */
+/* Weighted sums for a scale of m-bit weights: b = level of w, S1 = sum D*b*w, S2 = sum D*b*b. One block or less. */
+uint32_t wg_level_sums_run(const float *w, const float *d, size_t m, wg_ruler ruler, int levels, double *partials) {
+    double wide[2][WG_LANES] = {{0}};
+    uint32_t top = 0;
+    for (size_t i = 0; i < m; i++) {
+        top = wg_magnitude(w[i]) > top ? wg_magnitude(w[i]) : top;
+        if (d) top = wg_bits(d[i]) > top ? wg_bits(d[i]) : top;
+        float b = (float)((int32_t)wg_level(w[i], ruler, levels, 0x8000u, 1) - levels);
+        float db = weight_of(d, i) * b;
+        wide[0][i % WG_LANES] += (double)(db * w[i]);
+        wide[1][i % WG_LANES] += (double)(db * b);
+    }
+    for (int s = 0; s < 2; s++) wg_fold_block(wide[s], partials + s);
+    return top;
+}
+
 WG_API uint32_t wg_level_sums(const float *w, const float *d, uint64_t n, float alpha, int levels, double *partials) {
     wg_ruler ruler = wg_make_ruler(alpha, levels);
+#if WG_HAS_AVX2_UNIT
+    if (wg_isa() && ruler.before == 1.0f) return wg_level_sums_avx2(w, d, n, ruler, levels, partials);
+#endif
     uint32_t top = 0;
-    for (uint64_t start = 0; start < n; start += WG_BLOCK, partials += 2) {
-        size_t m = n - start < WG_BLOCK ? n - start : WG_BLOCK;
-        double wide[2][WG_LANES] = {{0}};
-        for (size_t i = 0; i < m; i++) {
-            float x = w[start + i];
-            top = wg_magnitude(x) > top ? wg_magnitude(x) : top;
-            if (d) top = wg_bits(d[start + i]) > top ? wg_bits(d[start + i]) : top;
-            float b = (float)((int32_t)wg_level(x, ruler, levels, 0x8000u, 1) - levels);
-            float db = weight_of(d, start + i) * b;
-            wide[0][i % WG_LANES] += (double)(db * x);
-            wide[1][i % WG_LANES] += (double)(db * b);
-        }
-        for (int s = 0; s < 2; s++) wg_fold_block(wide[s], partials + s);
+    for (uint64_t i = 0; i < n; i += WG_BLOCK, partials += 2) {
+        size_t m = n - i < WG_BLOCK ? n - i : WG_BLOCK;
+        uint32_t own = wg_level_sums_run(w + i, d ? d + i : NULL, m, ruler, levels, partials);
+        top = own > top ? own : top;
     }
     return top;
 }

@@ -79,9 +79,31 @@ void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int m
     }
 }
 
+/* What two sums are made of: entries above a threshold, or levels on a ruler. */
+typedef struct {
+    F8 above, inverse, limit;
+    I8 levels, offset;
+} summed;
+
+/* Of eight elements, what each adds to the two sums. */
+ALWAYS_INLINE void add_to(F8 w, F8 weight, summed s, const int by_level, F8 *first, F8 *second) {
+    if (!by_level) {
+        F8 a = _mm256_castsi256_ps(magnitude8(w));
+        *second = _mm256_and_ps(_mm256_cmp_ps(a, s.above, _CMP_GT_OQ), weight);
+        *first = _mm256_mul_ps(*second, a);
+        return;
+    }
+    F8 y = _mm256_mul_ps(w, s.inverse);
+    y = _mm256_max_ps(_mm256_min_ps(y, s.limit), _mm256_sub_ps(_mm256_setzero_ps(), s.limit));
+    I8 code = _mm256_srli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(y), s.offset), 16);
+    F8 b = _mm256_cvtepi32_ps(_mm256_sub_epi32(code, s.levels)), db = _mm256_mul_ps(weight, b);
+    *first = _mm256_mul_ps(db, w);
+    *second = _mm256_mul_ps(db, b);
+}
+
 /* A whole block, sixteen lanes at a time. */
-ALWAYS_INLINE I8 kept_block(const float *w, const float *d, float threshold, I8 top, double *partials) {
-    const F8 above = _mm256_set1_ps(threshold), ones = _mm256_set1_ps(1.0f);
+ALWAYS_INLINE I8 block_sums(const float *w, const float *d, summed how, const int by_level, I8 top, double *partials) {
+    const F8 ones = _mm256_set1_ps(1.0f);
     __m256d lane[2][4];
     for (int s = 0; s < 2; s++)
         for (int j = 0; j < 4; j++) lane[s][j] = _mm256_setzero_pd();
@@ -94,11 +116,9 @@ ALWAYS_INLINE I8 kept_block(const float *w, const float *d, float threshold, I8 
             if (d) _mm_prefetch((const char *)(d + WG_BLOCK + c * 16 + r / 16), _MM_HINT_T0);
             for (size_t j = 0; j < 2; j++) {
                 const size_t at = r + c + 8 * j;
-                F8 a = _mm256_castsi256_ps(magnitude8(_mm256_loadu_ps(w + at)));
-                F8 all = d ? _mm256_loadu_ps(d + at) : ones;
-                top = _mm256_max_epu32(top, _mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(all)));
-                F8 weight = _mm256_and_ps(_mm256_cmp_ps(a, above, _CMP_GT_OQ), all);
-                F8 product = _mm256_mul_ps(weight, a);
+                F8 own = _mm256_loadu_ps(w + at), all = d ? _mm256_loadu_ps(d + at) : ones, product, weight;
+                top = _mm256_max_epu32(top, _mm256_max_epu32(magnitude8(own), _mm256_castps_si256(all)));
+                add_to(own, all, how, by_level, &product, &weight);
                 acc[0][2 * j] = _mm256_add_pd(acc[0][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(product)));
                 acc[0][2 * j + 1] = _mm256_add_pd(acc[0][2 * j + 1], _mm256_cvtps_pd(_mm256_extractf128_ps(product, 1)));
                 acc[1][2 * j] = _mm256_add_pd(acc[1][2 * j], _mm256_cvtps_pd(_mm256_castps256_ps128(weight)));
@@ -117,13 +137,34 @@ ALWAYS_INLINE I8 kept_block(const float *w, const float *d, float threshold, I8 
 }
 
 ALWAYS_INLINE uint32_t kept_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
+    summed how = {.above = _mm256_set1_ps(threshold)};
     I8 top = _mm256_setzero_si256();
     uint64_t i = 0;
-    for (; i + WG_BLOCK <= n; i += WG_BLOCK, partials += 2) top = kept_block(w + i, d ? d + i : NULL, threshold, top, partials);
+    for (; i + WG_BLOCK <= n; i += WG_BLOCK, partials += 2) top = block_sums(w + i, d ? d + i : NULL, how, 0, top, partials);
     const uint32_t body = top8(top);
     if (i == n) return body;
     const uint32_t rest = wg_ternary_sums_run(w + i, d ? d + i : NULL, n - i, threshold, partials);
     return body > rest ? body : rest;
+}
+
+ALWAYS_INLINE uint32_t level_sums(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials) {
+    summed how = {
+        .inverse = _mm256_set1_ps(ruler.inverse),
+        .limit = _mm256_set1_ps((float)(levels * 65536)),
+        .levels = same((uint32_t)levels),
+        .offset = same(((uint32_t)levels << 16) + 0x8000u), /* rounded to nearest */
+    };
+    I8 top = _mm256_setzero_si256();
+    uint64_t i = 0;
+    for (; i + WG_BLOCK <= n; i += WG_BLOCK, partials += 2) top = block_sums(w + i, d ? d + i : NULL, how, 1, top, partials);
+    const uint32_t body = top8(top);
+    if (i == n) return body;
+    const uint32_t rest = wg_level_sums_run(w + i, d ? d + i : NULL, n - i, ruler, levels, partials);
+    return body > rest ? body : rest;
+}
+
+uint32_t wg_level_sums_avx2(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials) {
+    return d ? level_sums(w, d, n, ruler, levels, partials) : level_sums(w, NULL, n, ruler, levels, partials);
 }
 
 uint32_t wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials) {

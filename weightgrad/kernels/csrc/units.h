@@ -39,7 +39,7 @@ void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, u
 
 /* moments: the run is one block or less */
 uint32_t wg_moments_run(const float *x, const float *residual, size_t m, double *partials);
-uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, double *partials);
+uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, int absolute, double *partials);
 
 uint32_t wg_largest_avx2(const float *x, uint64_t n);
 
@@ -55,7 +55,9 @@ void wg_clear_avx2(float *out, uint64_t n);
 /* lowrank */
 void wg_lowrank_avx2(const float *p, const float *q, uint64_t rows, uint64_t cols, uint64_t rank, int mode, float *out);
 
-/* lookup */
+/* lookup: codes are packed, a run starts on a byte; at most 15 borders in the AVX2 unit */
+void wg_assign_run(const float *x, uint64_t n, const float *borders, int count, int bits, uint8_t *codes);
+void wg_assign_avx2(const float *x, uint64_t n, const float *borders, int count, int bits, uint8_t *codes);
 void wg_lookup_run(const uint8_t *codes, uint64_t n, int bits, const float *table, int mode, float *out);
 void wg_lookup_avx2(const uint8_t *codes, uint64_t n, int bits, const float *table, int mode, float *out);
 
@@ -69,6 +71,8 @@ void wg_ternary_avx2(const float *x, float *residual, uint64_t n, float scale, w
                      uint8_t *codes);
 void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int mode, float *out);
 uint32_t wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials);
+uint32_t wg_level_sums_run(const float *w, const float *d, size_t m, wg_ruler ruler, int levels, double *partials);
+uint32_t wg_level_sums_avx2(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials);
 void wg_ternary_threshold_avx2(const float *w, uint64_t n, float threshold, uint8_t *codes);
 
 /* columns */
