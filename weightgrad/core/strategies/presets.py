@@ -17,7 +17,7 @@ def _by_name(*strategies: Strategy) -> dict[str, Strategy]:
     return {strategy.name: strategy for strategy in strategies}
 
 
-_FOUR_BITS = "ef(qsgd(bits=4, rounding='nearest'))"
+_FOUR_BITS = "ef(qsgd(bits=4, bucket=64, rounding='nearest'))"
 
 _WEIGHTGRAD = Strategy(
     name="weightgrad",
