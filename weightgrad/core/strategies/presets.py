@@ -172,9 +172,18 @@ PRESETS = _by_name(
         relay=3,
         flush="none",
         nonlinear={
+            "aggregator": "sender_mean",
+            "controller": "auto(every=15, density=0.05, least=0.01, at_most=60, values='codebook(bits=2)')",
+            "up": "ef(topk(0.05) > codebook(bits=2))",
+            "down": "ef(topk(0.1) > codebook(bits=2))",
+            "resume": "global_model_and_residual",
+            "relay": 0,
+        },
+        near={
             "shares": "gradients",
             "gradients": "fp32",
             "trigger": "scheduled(1)",
+            "aggregator": "mean",
             "controller": "gradients()",
             "up": _FOUR_BITS,
             "down": _FOUR_BITS,
@@ -213,8 +222,9 @@ def find(name: str, changes: Mapping[str, Any] | None = None) -> Strategy:
             allowed = [*known, *_SHORT]
             raise StrategyError(f"strategy has no part {key!r}{_near(key, allowed)} It has {', '.join(allowed)}")
         wanted[column] = f"every({value})" if key == "every" else value
-    if wanted.keys() & PRESETS[name].nonlinear.keys():  # who sets one of these parts has chosen between the two rows
-        wanted.setdefault("nonlinear", {})
+    preset = PRESETS[name]
+    if wanted.keys() & {*preset.nonlinear, *preset.near}:  # who sets one of these parts has chosen between the rows
+        wanted = {"nonlinear": {}, "near": {}, **wanted}
     try:
         return dataclasses.replace(PRESETS[name], **wanted)
     except (TypeError, AttributeError) as error:
