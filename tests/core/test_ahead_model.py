@@ -131,9 +131,9 @@ def test_a_restored_site_is_where_it_was() -> None:
 
 def test_how_late_results_are_does_not_change_what_is_shared() -> None:
     """Conservation for the row of `auto` that shares gradients, under its own controller."""
-    strategy = find("auto").with_optimizer("adamw")
+    strategy = find("auto").with_optimizer("adamw", near=True)
     assert (strategy.shares, strategy.resume) == ("gradients", "ahead")
-    row: dict[str, Any] = dict(find("auto").nonlinear)
+    row: dict[str, Any] = dict(find("auto").near)
     world = Harness("auto", sites=3, optimizer=OPTIMIZERS[1], **row)
     trained(world, 8)
 
@@ -145,7 +145,8 @@ def test_how_late_results_are_does_not_change_what_is_shared() -> None:
         ("diloco", {"resume": "ahead"}, "shares = 'gradients'"),
         ("qsgd", {"resume": "mix(0.5)"}, "shares = 'updates'"),
         ("auto", {"nonlinear": {"every": 3}}, "no part 'every'"),
-        ("auto", {"nonlinear": {"shares": "gradients"}}, "resume"),
+        ("auto", {"near": {"shares": "gradients"}}, "resume"),
+        ("auto", {"near": {"nonlinear": {}}}, "no part"),
         ("auto", {"nonlinear": 3}, "table of parts"),
     ],
 )
@@ -154,12 +155,14 @@ def test_what_does_not_fit_together_is_refused(name: str, changes: dict[str, Any
         find(name, changes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shares"), [("sgd", "updates"), ("SGD", "updates"), ("lars", "updates"), ("AdamW", "gradients")]
-)
-def test_auto_goes_by_the_optimizer(kind: str, shares: str) -> None:
-    found = find("auto").with_optimizer(kind)
-    assert found.shares == shares
-    assert not found.nonlinear
-    assert find("auto", {"shares": "updates"}).with_optimizer(kind).shares == "updates", "who says so has chosen"
-    assert find("baseline").with_optimizer(kind) == find("baseline")
+@pytest.mark.parametrize("kind", ["sgd", "SGD", "ASGD", "lars", "Lars", "adamw", "AdamW", "Muon", "Adagrad"])
+def test_auto_goes_by_the_optimizer_and_by_the_links(kind: str) -> None:
+    rows = [find("auto").with_optimizer(kind, near=near) for near in (False, True)]
+    wanted = [("updates", "mean"), ("updates", "mean")]
+    if kind.lower() not in ("sgd", "asgd", "lars"):
+        wanted = [("updates", "sender_mean"), ("gradients", "mean")]
+    assert [(row.shares, row.aggregator) for row in rows] == wanted
+    assert not any(row.nonlinear or row.near for row in rows)
+    chosen = find("auto", {"shares": "updates"}).with_optimizer(kind, near=True)
+    assert (chosen.shares, chosen.aggregator) == ("updates", "mean"), "who says so has chosen"
+    assert find("baseline").with_optimizer(kind, near=True) == find("baseline")

@@ -55,8 +55,8 @@ class Choice(NamedTuple):
 CHOICES = (
     Choice("fp32", 32.0, 0.0),
     Choice("ef(qsgd(bits=8))", 8.1, 0.0),
-    Choice("ef(qsgd(bits=4, rounding='nearest'))", 4.1, 0.03),
-    Choice("ef(qsgd(bits=3, rounding='nearest'))", 3.1, 0.1),
+    Choice("ef(qsgd(bits=4, bucket=64, rounding='nearest'))", 4.5, 0.0),
+    Choice("ef(qsgd(bits=3, bucket=64, rounding='nearest'))", 3.5, 0.05),
 )
 
 
@@ -71,7 +71,7 @@ class Gradients:
     """
 
     reach: int = 8
-    late: float = 0.2
+    late: float = 0.25
 
     word: ClassVar[str]
     at_most: ClassVar[int] = 1
@@ -107,6 +107,7 @@ class GradientController:
     now: Decision = field(init=False)
     measured: Measurements = field(default_factory=Measurements)
     probes: int = 0
+    decided: bool = False  # from measurements; the probes before are none
     codec_bytes_s: float = CODEC_BYTES_S
     peak: float = 0.0  # the largest learning rate so far
     share: float = 1.0  # the present one, as a part of it
@@ -143,10 +144,11 @@ class GradientController:
         if rate is not None and rate >= 0:
             self.peak = max(self.peak, rate)
             self.share = rate / self.peak if self.peak > 0 else 1.0
-        found = self._best(present) if self.measured.has_all(present, _ROUNDS) else self._probe()
-        if found is None or replace(found, why=self.now.why) == self.now:
+        measured = self.measured.has_all(present, _ROUNDS)
+        found = self._best(present) if measured else self._probe()
+        if found is None or (self.decided and replace(found, why=self.now.why) == self.now):
             return None
-        self.now = found
+        self.now, self.decided = found, measured
         return found
 
     def _probe(self) -> Decision | None:
@@ -205,7 +207,7 @@ class GradientController:
         text = f"{schedule.every}\n{schedule.overlap}\n{schedule.up}\n{self.now.down}\n{self.now.why}"
         found = {
             "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
-            "probes": torch.tensor(self.probes),
+            "probes": torch.tensor([self.probes, int(self.decided)]),
             "rate": torch.tensor([self.peak, self.share], dtype=torch.float64),
         }
         return found | self.measured.state()
@@ -214,6 +216,6 @@ class GradientController:
         """Restore what `state` returned."""
         every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
         self.now = Decision(SyncSchedule(int(every), int(overlap), up), down, why)
-        self.probes = int(state["probes"])
+        self.probes, self.decided = int(state["probes"][0]), bool(state["probes"][1])
         self.peak, self.share = (float(number) for number in state["rate"])
         self.measured.load(state)

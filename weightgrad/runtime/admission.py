@@ -201,9 +201,10 @@ def strategy_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> s
     The text and, where the server fits it to the links, the overlap are not compared. A strategy that has other parts
     for some optimizers may be either row.
     """
-    if mine.get("nonlinear") and not theirs.get("nonlinear"):
-        rows = ({**mine, "nonlinear": {}}, {**mine, **mine["nonlinear"], "nonlinear": {}})
-        found = [strategy_difference(row, theirs) for row in rows]
+    if (mine.get("nonlinear") or mine.get("near")) and not (theirs.get("nonlinear") or theirs.get("near")):
+        plain = {**mine, "nonlinear": {}, "near": {}}
+        far = {**plain, **mine["nonlinear"]}
+        found = [strategy_difference(row, theirs) for row in (plain, far, {**far, **mine["near"]})]
         return None if None in found else found[0]
     ignored = ("about", "overlap") if theirs.get("hide") else ("about",)
     for name in theirs:
@@ -343,12 +344,11 @@ class Admission:
         if request.strategy is not None and (found := strategy_difference(request.strategy, strategy.to_dict())):
             self._on_refused("another strategy")
             raise RefusedError(f"{request.site} asks for another strategy: {found} on the server; make them the same")
-        if self._trains_apart(request, strategy):
+        if self._is_for_another_optimizer(request, strategy):
             log.warning(
-                "%s trains with %s, and the recipe of this server has an optimizer with which %s shares updates: write "
-                "the optimizer into the recipe, and %s shares gradients with one optimizer for all sites, which trains "
-                "better",
-                *(request.site, (request.optimizer or {}).get("kind"), strategy.name, strategy.name),
+                "%s trains with %s, and the recipe of this server has an optimizer of another kind, which %s goes by: "
+                "write the optimizer into the recipe",
+                *(request.site, (request.optimizer or {}).get("kind"), strategy.name),
             )
         version = self.version()
         if version is None and request.version > 0:
@@ -384,11 +384,11 @@ class Admission:
         )
 
     @staticmethod
-    def _trains_apart(request: AdmissionRequest, strategy: Strategy) -> bool:
-        """Whether the strategy would share gradients with the optimizer of this site, and does not."""
+    def _is_for_another_optimizer(request: AdmissionRequest, strategy: Strategy) -> bool:
+        """Whether the strategy has other parts for the optimizer of this site, and the server's does not have them."""
         kind = str((request.optimizer or {}).get("kind", "sgd"))
-        asked = (request.strategy or {}).get("nonlinear") or {}
-        return strategy.shares == "updates" and asked.get("shares") == "gradients" and not is_linear(kind)
+        asked = request.strategy or {}
+        return bool(asked.get("nonlinear")) and not is_linear(kind) and strategy.controller == asked.get("controller")
 
     def misbehaved(self, site: str, now: float) -> int:
         """Note that a session of a site was ended for what it did; how often that has happened lately."""

@@ -45,7 +45,7 @@ class AnnouncedOptimizer:
         Raises:
             StrategyError: The strategy shares gradients, and other replicas cannot have this optimizer.
         """
-        unknown = strategy is None or bool(strategy.nonlinear)
+        unknown = strategy is None or bool(strategy.near)
         if strategy is not None and strategy.shares != "gradients" and not unknown:
             return None
         try:

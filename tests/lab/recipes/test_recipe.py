@@ -100,6 +100,8 @@ def test_what_the_shipped_recipes_are() -> None:
     assert shapes == {
         "chaos": (3, 5),
         "edge": (100, 1000),
+        "gpt": (4, 4),
+        "gpt-3m": (4, 4),
         "imagenet": (2, 4),
         "laptop": (3, 6),
         "paper": (2, 8),

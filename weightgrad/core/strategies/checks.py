@@ -71,7 +71,7 @@ def check(strategy: Strategy) -> None:
         selected_values_have_a_codec_without_state,
         every_fragment_has_its_turn,
         auto_sets_the_schedule,
-        the_other_row_is_one,
+        the_other_rows_are_strategies,
         damped_goes_by_the_schedule,
         a_round_of_many_where_pushes_are_compared,
     ):
@@ -229,17 +229,19 @@ def auto_sets_the_schedule(strategy: Strategy) -> None:
         )
 
 
-def the_other_row_is_one(strategy: Strategy) -> None:
-    """What the strategy becomes with another optimizer is a strategy, too."""
-    if not isinstance(strategy.nonlinear, Mapping):
-        raise StrategyError(
-            f"nonlinear = {strategy.nonlinear!r}; it is a table of parts, such as {{shares: gradients}}"
-        )
-    unknown = [name for name in strategy.nonlinear if name not in strategy.to_dict() or name in ("name", "about")]
-    if unknown:
-        raise StrategyError(f"nonlinear: a strategy has no part {unknown[0]!r}")
-    if strategy.nonlinear:
-        strategy.with_optimizer("adam")
+def the_other_rows_are_strategies(strategy: Strategy) -> None:
+    """What the strategy becomes with another optimizer, and with other links, is a strategy, too."""
+    for field in ("nonlinear", "near"):
+        changes = getattr(strategy, field)
+        if not isinstance(changes, Mapping):
+            raise StrategyError(f"{field} = {changes!r}; it is a table of parts, as {{shares: gradients}} is")
+        fixed = ("name", "about", "nonlinear", "near")
+        unknown = [name for name in changes if name not in strategy.to_dict() or name in fixed]
+        if unknown:
+            raise StrategyError(f"{field}: a strategy has no part {unknown[0]!r} that can change")
+    if strategy.nonlinear or strategy.near:
+        for near in (False, True):
+            strategy.with_optimizer("adam", near=near)
 
 
 def damped_goes_by_the_schedule(strategy: Strategy) -> None:

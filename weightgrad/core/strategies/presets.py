@@ -17,7 +17,7 @@ def _by_name(*strategies: Strategy) -> dict[str, Strategy]:
     return {strategy.name: strategy for strategy in strategies}
 
 
-_FOUR_BITS = "ef(qsgd(bits=4, rounding='nearest'))"
+_FOUR_BITS = "ef(qsgd(bits=4, bucket=64, rounding='nearest'))"
 
 _WEIGHTGRAD = Strategy(
     name="weightgrad",
@@ -173,9 +173,18 @@ PRESETS = _by_name(
         flush="qsgd(bits=4)",
         flush_residual="local",
         nonlinear={
+            "aggregator": "sender_mean",
+            "controller": "auto(every=15, density=0.2, least=0.01, at_most=60, values='codebook(bits=2)')",
+            "up": "ef(topk(0.2) > codebook(bits=2))",
+            "down": "ef(topk(0.4) > codebook(bits=2))",
+            "resume": "global_model_and_residual",
+            "relay": 0,
+        },
+        near={
             "shares": "gradients",
             "gradients": "fp32",
             "trigger": "scheduled(1)",
+            "aggregator": "mean",
             "controller": "gradients()",
             "up": _FOUR_BITS,
             "down": _FOUR_BITS,
@@ -215,8 +224,9 @@ def find(name: str, changes: Mapping[str, Any] | None = None) -> Strategy:
             allowed = [*known, *_SHORT]
             raise StrategyError(f"strategy has no part {key!r}{_near(key, allowed)} It has {', '.join(allowed)}")
         wanted[column] = f"every({value})" if key == "every" else value
-    if wanted.keys() & PRESETS[name].nonlinear.keys():  # who sets one of these parts has chosen between the two rows
-        wanted.setdefault("nonlinear", {})
+    preset = PRESETS[name]
+    if wanted.keys() & {*preset.nonlinear, *preset.near}:  # who sets one of these parts has chosen between the rows
+        wanted = {"nonlinear": {}, "near": {}, **wanted}
     try:
         return dataclasses.replace(PRESETS[name], **wanted)
     except (TypeError, AttributeError) as error:

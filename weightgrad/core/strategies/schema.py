@@ -71,6 +71,7 @@ class Strategy:
         optimizer: Changes to the recipe's optimizer.
         nonlinear: Changes to the strategy where the steps of the optimizer are not linear in the gradient, as Adam's
             are not: then the mean of the sites' updates is not the update of their mean gradient.
+        near: Further changes where, besides, the links are so fast that waiting for shared gradients costs little.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Strategy:
     t_global: float | str | None = "auto"
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     nonlinear: Mapping[str, Any] = field(default_factory=dict)
+    near: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.check(self)
@@ -152,17 +154,18 @@ class Strategy:
         found = parts.parse("controller", self.controller)
         return found if isinstance(found, Auto | Gradients) else None
 
-    def with_optimizer(self, kind: str) -> Strategy:
+    def with_optimizer(self, kind: str, *, near: bool = False) -> Strategy:
         """Adapt the strategy to an optimizer.
 
         Args:
             kind: The name of the optimizer, as in a recipe or as a class of torch.
+            near: Whether the links are so fast that waiting for shared gradients costs little.
 
         Returns:
-            The strategy, whose `nonlinear` parts have taken effect or are gone.
+            The strategy, whose `nonlinear` and `near` parts have taken effect or are gone.
         """
-        changes = {} if is_linear(kind) else self.nonlinear
-        return dataclasses.replace(self, **{**changes, "nonlinear": {}})
+        changes = {} if is_linear(kind) else {**self.nonlinear, **(self.near if near else {})}
+        return dataclasses.replace(self, **{**changes, "nonlinear": {}, "near": {}})
 
     def inside(self, workers: int) -> Strategy:
         """Adapt the strategy to a site of so many workers: one worker alone has nobody to encode anything for."""

@@ -39,6 +39,10 @@ from weightgrad.runtime.final_state import FinalState
 __all__ = ["Progress", "chosen_strategy", "fitted_strategy", "simulate", "simulation_plan"]
 
 
+_NEAR = 0.3  # of a step: links are near if a gradient and its mean take no longer
+_NEAR_BITS = 9.0  # of an element, both ways
+
+
 def chosen_strategy(recipe: RecipeFile) -> Strategy:
     """The recipe's strategy with its overrides.
 
@@ -82,23 +86,29 @@ def rate_of(recipe: Recipe) -> Callable[[int], float]:
 
 
 def fitted_strategy(recipe: Recipe, numel: int) -> Strategy:
-    """The recipe's strategy, with the overlap that hides a round behind compute if the strategy asks for it (`hide`).
+    """The recipe's strategy, with the parts for its optimizer and the overlap that hides a round behind compute.
 
     Args:
-        recipe: Its links and compute times decide the overlap.
+        recipe: Its optimizer, links and compute times decide.
         numel: Number of parameters of the model.
     """
-    strategy = chosen_strategy(recipe).with_optimizer(recipe.training.optimizer.name)
+    strategy = chosen_strategy(recipe)
+    steps = [site.compute.seconds_per_step for site in recipe.site_list]
+    shortest = min((float(seconds) for seconds in steps if seconds != "calibrate"), default=math.inf)
+    near = _NEAR * shortest >= _round_seconds(recipe, numel * _NEAR_BITS)
+    strategy = strategy.with_optimizer(recipe.training.optimizer.name, near=near)
     if not strategy.hide:
         return strategy
     noise = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    bits = 8.0 * sum(_frame_bytes(strategy.wan_codec(way), noise) for way in ("up", "down"))
-    links = [x for x in recipe.link_list if recipe.server.name in x.between]
-    longest = max((2 * x.delay_seconds + bits / x.least_bit_s for x in links), default=0.0)
-    steps = [site.compute.seconds_per_step for site in recipe.site_list]
-    shortest = min((float(seconds) for seconds in steps if seconds != "calibrate"), default=math.inf)
+    longest = _round_seconds(recipe, 8.0 * sum(_frame_bytes(strategy.wan_codec(way), noise) for way in ("up", "down")))
     needed = math.ceil(longest / shortest) if shortest > 0 else strategy.hide
     return dataclasses.replace(strategy, overlap=max(1, min(needed, strategy.hide)))
+
+
+def _round_seconds(recipe: Recipe, bits: float) -> float:
+    """Seconds from a push to its result on the slowest link, with so many bits both ways together."""
+    links = [x for x in recipe.link_list if recipe.server.name in x.between]
+    return max((2 * x.delay_seconds + bits / x.least_bit_s for x in links), default=0.0)
 
 
 def _frame_bytes(codec: Codec, like: Tensor) -> int:
