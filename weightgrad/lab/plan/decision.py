@@ -9,6 +9,7 @@ from weightgrad.codecs import cost
 from weightgrad.core import strategies
 from weightgrad.core.controller import Controller, Decision
 from weightgrad.lab.plan.scenario import Scenario
+from weightgrad.wire.sync_schedule import Report
 
 _ROUNDS = 24  # more than the controller needs to settle
 _SAMPLE = 1 << 18
