@@ -25,6 +25,7 @@
     ├── UnitError                 a quantity such as "100 Mbit/s" that cannot be read
     ├── RecipeError               a recipe has a mistake; names the file and the line
     ├── StrategyError             a row of parts that do not fit together
+    ├── PlanError                 `weightgrad plan` was asked for what it cannot work out
     ├── ProtocolError             a message that no honest peer would send now
     ├── RunError                  a run directory that is missing, damaged or of another recipe
     ├── ModelFileError            a model file that is missing, damaged, or not of the kind that was asked for
@@ -141,6 +142,10 @@ class RecipeError(WeightGradError, ValueError):
 
 class StrategyError(WeightGradError, ValueError):
     """A strategy that does not exist, or parts that do not fit together."""
+
+
+class PlanError(WeightGradError, ValueError):
+    """`weightgrad plan` was asked for what it cannot work out."""
 
 
 class ProtocolError(WeightGradError, RuntimeError):

@@ -27,7 +27,7 @@ LAYERS = [
     {"lab.run"},
     {"lab.chaos"},
     {"lab.report"},
-    {"lab.bench"},
+    {"lab.bench", "lab.plan", "lab.page"},
     {"lab.cli"},
 ]
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or "__" not in path.name]

@@ -63,6 +63,8 @@ class Simulator:
         events: The event log to write.
         watch: Called with the progress after steps of the first site and after evaluations.
         audit: Follows every update, if given.
+        size_of: The bytes of a message on the WAN; a stand-in for a larger model counts those of that model.
+        step_begins: Called with the site, the time and the length of each step, when it begins.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class Simulator:
         events: EventLog,
         watch: Callable[[Progress], None] | None = None,
         audit: ConservationAudit | None = None,
+        size_of: Callable[[Message], int] = nbytes,
+        step_begins: Callable[[str, float, float], None] | None = None,
     ) -> None:
         self.plan, self.task, self.events, self._audit = plan, task, events, audit
+        self._size_of, self._step_begins = size_of, step_begins
         self.clock = Clock()
         self.network = SimulatedNetwork(self.clock, Links(plan.server, list(plan.links), plan.server_bit_s))
         self.watch = watch
@@ -202,6 +207,8 @@ class Simulator:
             return
         with self._step_memory.during_step(site):
             site.open_step = site.compute() if self._audit is None else self._audit.compute(site)
+        if self._step_begins is not None:
+            self._step_begins(site.place.name, now, site.open_step.seconds)
         self._complete_later(site)
 
     def start_site(self, site: SimSite) -> None:
@@ -270,7 +277,7 @@ class Simulator:
     def _send(self, site: SimSite, life: int, message: Message) -> None:
         if site.life == life and site.alive:
             arrive = partial(self._at_server, message)
-            self.network.send(site.place.name, self.plan.server, nbytes(message), arrive)
+            self.network.send(site.place.name, self.plan.server, self._size_of(message), arrive)
 
     def _at_server(self, message: Message) -> None:
         if not self.server_alive:
@@ -316,7 +323,7 @@ class Simulator:
         site = self.by_name[name]
         if self.server_alive and site.alive:
             arrive = partial(self._arrived_at_site, site, message)
-            self.network.send(self.plan.server, name, nbytes(message), arrive)
+            self.network.send(self.plan.server, name, self._size_of(message), arrive)
 
     def _arrived_at_site(self, site: SimSite, message: Message) -> None:
         if self.plan.message_overhead:

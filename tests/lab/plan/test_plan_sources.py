@@ -1,0 +1,144 @@
+"""What is written on the command line, and what it becomes; and the command itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weightgrad.cli import app
+from weightgrad.errors import PlanError
+from weightgrad.lab.plan import devices, prices, sources
+from weightgrad.lab.plan.scenario import parse_links, parse_sites
+from weightgrad.lab.recipes.recipe import Recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+SCRIPT = """
+import torch
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)), torch.zeros(4, 64)
+def no_batch():
+    return torch.nn.Linear(8, 8)
+number = 3
+"""
+
+
+def test_sites_and_links_are_read() -> None:
+    first, second = parse_sites("virginia=8xH100,tokyo=a100", devices.DEVICES)
+    assert (first.name, first.count, first.device) == ("virginia", 8, devices.DEVICES["H100"])
+    assert (second.count, second.device) == (1, devices.DEVICES["A100"])
+    server, links = parse_links(["ohio-virginia=1Gbit/s,11ms", "tokyo-ohio=200 Mbit/s,80 ms,0.1%".replace(" ", "")],
+                                ["virginia", "tokyo"])  # fmt: skip
+    assert server == "ohio"
+    assert [(x.between, x.bandwidth_bit_s, x.delay_seconds, x.loss) for x in links] == [
+        (("ohio", "virginia"), 1e9, 0.011, 0.0),
+        (("ohio", "tokyo"), 2e8, 0.08, 0.001),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sites", "links", "wanted"),
+    [
+        ("", ["ohio-a=1Gbit/s,1ms"], "no site"),
+        ("a=0xH100", ["ohio-a=1Gbit/s,1ms"], "is not a site"),
+        ("a=8xH900", ["ohio-a=1Gbit/s,1ms"], "no device 'H900'"),
+        ("a=H100,a=H100", ["ohio-a=1Gbit/s,1ms"], "twice"),
+        ("a=H100,b=H100", ["ohio-a=1Gbit/s,1ms"], "no link for b"),
+        ("a=H100", ["ohio-c=1Gbit/s,1ms"], "joins no site"),
+        ("a=H100", ["ohio-a=1GB/s,1ms"], "counts bytes"),
+        ("a=H100", ["ohio-a=1Gbit/s"], "1 values"),
+        ("a=H100", ["ohio-a=0bit/s,1ms"], "above 0"),
+        ("a=H100,b=H100", ["ohio-a=1Gbit/s,1ms", "iowa-b=1Gbit/s,1ms"], "one global server"),
+    ],
+)
+def test_what_cannot_be_read_is_told(sites: str, links: list[str], wanted: str) -> None:
+    with pytest.raises(PlanError, match=wanted):
+        parse_links(links, [site.name for site in parse_sites(sites, devices.DEVICES)])
+
+
+def test_prices_can_be_changed(tmp_path: Path) -> None:
+    table = tmp_path / "prices.yaml"
+    table.write_text("default: 0.05\ntokyo: 0.114\n")
+    found = prices.read(table, ["virginia=0.02"], places=["tokyo", "virginia", "ohio"])
+    assert [found.dollars(place, 2e9) for place in ("tokyo", "virginia", "ohio")] == pytest.approx([0.228, 0.04, 0.1])
+    assert prices.read(None, ["0.01"]).dollars("anywhere", 1e9) == pytest.approx(0.01)
+    for wrong in ("paris=0.1", "tokyo=free", "tokyo=-1", "tokyo=nan"):
+        with pytest.raises(PlanError):
+            prices.read(None, [wrong], places=["tokyo"])
+
+
+def test_devices_can_be_changed(tmp_path: Path) -> None:
+    table = tmp_path / "devices.yaml"
+    table.write_text("H100: {efficiency: 0.5}\nmine: {tflops: 10, tflops_fp32: 5, memory_gb: 8, memory_gb_s: 100}\n")
+    found = devices.load(table)
+    assert found["H100"].efficiency == 0.5
+    assert found["H100"].memory_gb == 80
+    assert devices.find(found, "MINE").tflops == 10
+    table.write_text("mine: {tflops: 10}\n")
+    with pytest.raises(PlanError, match="memory_gb_s"):
+        devices.load(table)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_can_be_planned_without_its_data(name: str) -> None:
+    recipe = Recipe.load(RECIPES / f"{name}.yaml").with_settings(["compute.seconds_per_step=0.1"])
+    found = sources.of_recipe(recipe, measure=False)
+    assert found.scenario.layout.numel == sum(layer.parameters for layer in found.cost.layers)
+    assert found.cost.peak_bytes > 3 * found.cost.parameter_bytes
+
+
+def test_a_recipe_without_a_time_says_what_to_do() -> None:
+    recipe = Recipe.load(RECIPES / "laptop.yaml").with_settings(["compute.seconds_per_step=calibrate"])
+    with pytest.raises(PlanError, match="--measure"):
+        sources.of_recipe(recipe, measure=False)
+
+
+def test_the_command_plans_a_model_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "my_script.py").write_text(SCRIPT)
+    given = ["--sites", "virginia=2xA100,tokyo=1xA100", "--link", "ohio-virginia=1Gbit/s,11ms ohio-tokyo=50Mbit/s,80ms"]
+    command = [sys.executable, "-m", "weightgrad", "plan", "--model", "my_script:build", *given, "--steps", "100"]
+    options = ["--strategies", "baseline,auto", "--json", "--page", "page.html", "--batch", "4"]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 64 * 256 + 256 + 256 * 10 + 10
+    assert list(found["strategies"]) == ["baseline", "auto"]
+    baseline = found["strategies"]["baseline"]
+    tokyo = next(link for link in baseline["links"] if link["site"] == "tokyo")
+    assert tokyo["up_round"] == pytest.approx(4 * found["parameters"], rel=0.02)
+    assert baseline["dollars"] == pytest.approx(0.09 * baseline["wan_bytes"] / 1e9)
+    assert found["chosen"]["strategy"] == "auto"
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("my_script", "MODULE:FUNCTION"),
+        ("no_such_script:build", "cannot import"),
+        ("my_script:missing", "has no missing"),
+        ("my_script:number", "wanted a function"),
+        ("my_script:no_batch", "--input"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_told(
+    model: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("my_script", None)
+    sites = ["--sites", "a=H100", "--link", "ohio-a=1Gbit/s,1ms"]
+    done = CliRunner().invoke(app, ["plan", "--model", model, *sites])
+    sys.modules.pop("my_script", None)
+    assert isinstance(done.exception, PlanError)
+    assert wanted in str(done.exception)

@@ -1,0 +1,83 @@
+"""Predictions against the simulator: time within 10 %, bytes within 2 %."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightgrad.core import strategies
+from weightgrad.lab.plan.decision import auto_decision
+from weightgrad.lab.plan.prediction import crossover_bit_s, predict, steps_to_play
+from weightgrad.lab.plan.scenario import Scenario, of_recipe
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.run.simulation import simulate
+from weightgrad.lab.run.task import Training
+
+LAPTOP = Path(__file__).parents[3] / "recipes" / "laptop.yaml"
+SMALL = 1 << 15  # elements of a stand-in: the model has 105,226
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return Recipe.load(LAPTOP).with_settings(["training.steps=40", "training.evaluate_every=1000"])
+
+
+@pytest.fixture(scope="module")
+def scenario(recipe: Recipe) -> Scenario:
+    return of_recipe(recipe, Training(recipe).layout, {})
+
+
+@pytest.mark.parametrize("name", ["baseline", "qsgd", "diloco", "streaming", "auto"])
+def test_time_and_bytes_are_the_simulators(name: str, recipe: Recipe, scenario: Scenario, tmp_path: Path) -> None:
+    run = simulate(recipe.with_settings([f"strategy={name}"]), tmp_path)
+    found = predict(scenario, strategies.find(name))
+    assert found.seconds == pytest.approx(run["virtual_seconds"], rel=0.10)
+    assert found.wan_bytes == pytest.approx(run["wan_bytes"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["baseline", "terngrad", "powersgd", "diloco", "streaming", "weightgrad", "auto"])
+def test_a_small_stand_in_says_what_the_whole_model_says(name: str, scenario: Scenario) -> None:
+    whole = predict(scenario, strategies.find(name))
+    small = predict(scenario, strategies.find(name), elements=SMALL)
+    assert small.seconds == pytest.approx(whole.seconds, rel=0.10)
+    assert small.wan_bytes == pytest.approx(whole.wan_bytes, rel=0.03)
+
+
+def test_more_steps_take_longer_and_send_more(recipe: Recipe) -> None:
+    layout = Training(recipe).layout
+    short, long = (of_recipe(recipe.with_settings([f"training.steps={steps}"]), layout, {}) for steps in (60, 6000))
+    one, other = (predict(own, strategies.find("diloco")) for own in (short, long))
+    assert other.seconds == pytest.approx(100 * one.seconds, rel=0.05)
+    assert other.wan_bytes == pytest.approx(100 * one.wan_bytes, rel=0.05)
+
+
+def test_a_wait_is_what_is_not_hidden(scenario: Scenario) -> None:
+    baseline, auto = (predict(scenario, strategies.find(name)) for name in ("baseline", "auto"))
+    assert all(link.hidden == pytest.approx(0, abs=0.05) for link in baseline.links)
+    assert all(link.hidden > 0.9 for link in auto.links)
+    for link in baseline.links:
+        assert baseline.step_seconds == pytest.approx(baseline.compute_seconds + link.waiting_seconds, rel=0.05)
+
+
+def test_warm_starts_are_played_through() -> None:
+    assert steps_to_play(strategies.find("dgc")) >= 400
+    assert steps_to_play(strategies.find("diloco", {"every": 500})) >= 2000
+    assert steps_to_play(strategies.find("baseline")) < 100
+
+
+def test_nothing_encoded_has_no_crossover(scenario: Scenario) -> None:
+    baseline, qsgd = strategies.find("baseline"), strategies.find("qsgd")
+    assert crossover_bit_s(scenario, baseline, predict(scenario, baseline)) is None
+    above = crossover_bit_s(scenario, qsgd, predict(scenario, qsgd))
+    assert above is not None
+    assert 1e9 < above < 1e12
+
+
+def test_the_decision_of_auto_is_that_of_a_run(scenario: Scenario) -> None:
+    found = predict(scenario, strategies.find("auto"))
+    assert found.schedule is not None
+    decision = auto_decision(scenario, found.compute_seconds)
+    assert decision.schedule.every == found.schedule["every"]
+    assert decision.schedule.up == found.schedule["up"]
+    assert "s on the slowest link" in decision.why

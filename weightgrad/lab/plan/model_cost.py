@@ -1,0 +1,243 @@
+"""What one training step of a model computes, moves and holds, found without its memory.
+
+The model is made of fake tensors (`FakeTensorMode`): they have shapes and types, but no values, so a model of 70
+billion parameters takes as much as one of a thousand. One real training step runs on them, forward, backward and
+optimizer, while `OperationCounter` counts what it computes and `LiveBytes` what is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from weightgrad.core import optimizers
+from weightgrad.core.layout import Layout
+from weightgrad.errors import PlanError
+from weightgrad.lab.plan.devices import Device
+from weightgrad.lab.plan.live_bytes import LiveBytes, optimizer_tensors, tensor_bytes
+from weightgrad.lab.plan.operations import PHASES, OperationCounter, Work
+
+_MOVED = 0.8  # the share of the bandwidth of memory that operations reach
+
+Built = nn.Module | tuple[nn.Module, Any]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One part of the model: its parameters, and its work by phase."""
+
+    name: str
+    parameters: int
+    work: Mapping[str, Work]
+
+    def seconds(self, device: Device, phase: str, *, fp32: bool) -> float:
+        """How long a phase takes: as long as computing or as moving bytes takes, whichever is longer."""
+        return seconds_of(self.work.get(phase, Work()), device, fp32=fp32)
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """A training step of one worker.
+
+    Attributes:
+        layout: where the trainable parameters lie.
+        batch: samples of the step.
+        layers: the parts of the model in order; their work adds up to the step's.
+        parameter_bytes: all parameters and buffers.
+        gradient_bytes: the gradients of the trainable ones.
+        optimizer_bytes: the optimizer's state.
+        activation_bytes: what forward leaves for backward.
+        peak_bytes: the most that is alive at any time of a step, all of the above that is alive then included.
+        largest_layer_bytes: the parameters of the largest part, which FSDP2 gathers at a time.
+        fp32: whether it computes in float32.
+    """
+
+    layout: Layout
+    batch: int
+    layers: tuple[Layer, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    largest_layer_bytes: int
+    fp32: bool = True
+    sizes: Mapping[str, float] = field(default_factory=dict)
+
+    def work(self, phase: str) -> Work:
+        """The work of a phase."""
+        return sum((layer.work.get(phase, Work()) for layer in self.layers), Work())
+
+    def seconds(self, device: Device) -> dict[str, float]:
+        """How long each phase takes on a device."""
+        return {phase: sum(layer.seconds(device, phase, fp32=self.fp32) for layer in self.layers) for phase in PHASES}
+
+
+def seconds_of(work: Work, device: Device, *, fp32: bool) -> float:
+    """How long some work takes on a device: computing or moving bytes, whichever is longer."""
+    peak = 1e12 * (device.tflops_fp32 if fp32 else device.tflops) * device.efficiency
+    return max(work.flops / peak, work.nbytes / (device.memory_gb_s * 1e9 * _MOVED))
+
+
+def cost_of(
+    build: Callable[[], Built],
+    optimizer: tuple[str, Mapping[str, Any]],
+    *,
+    inputs: Callable[[], Any] | None = None,
+    batch: int = 1,
+    dtype: torch.dtype | None = None,
+    checkpointing: bool = False,
+    real: bool = False,
+) -> ModelCost:
+    """Run one training step and count.
+
+    Args:
+        build: makes the model, or a pair of model and batch.
+        optimizer: name and options.
+        inputs: makes a batch, where `build` does not: a tensor, or a tuple or dict of arguments.
+        batch: samples in it.
+        dtype: the type to convert the model to; None leaves it as it is.
+        checkpointing: whether the activations inside the blocks of the model are computed again for backward.
+        real: with real tensors, which takes the memory of the model.
+
+    Returns:
+        The cost.
+
+    Raises:
+        PlanError: the model cannot be made or run.
+    """
+    mode: AbstractContextManager[Any] = nullcontext() if real else FakeTensorMode()
+    with mode:
+        try:
+            built = build()
+            module, given = built if isinstance(built, tuple) else (built, None)
+            if not isinstance(module, nn.Module):
+                raise PlanError(f"build returned {type(module).__name__}; wanted a torch.nn.Module, or one and a batch")
+            if given is None and inputs is None:
+                raise PlanError("build returned no batch; return (model, batch), or give --input, e.g. 3x224x224")
+            if dtype is not None:
+                module = module.to(dtype)
+            arguments = given if given is not None else inputs() if inputs is not None else None
+            arguments = tree_map(lambda x: _converted(x, dtype), arguments)
+            if checkpointing:
+                _checkpoint_blocks(module)
+            return _step(module, arguments, optimizer, batch)
+        except PlanError:
+            raise
+        except Exception as error:
+            what = "real" if real else "fake (a value that is not there may have been asked for; try --measure)"
+            raise PlanError(f"one step with {what} tensors failed: {type(error).__name__}: {error}") from error
+
+
+def _step(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], batch: int) -> ModelCost:
+    module.train()
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise PlanError("the model has no parameter that is trained; wanted one or more with requires_grad")
+    layout = Layout.of_shapes((name, tuple(parameter.shape)) for name, parameter in trained)
+    made = optimizers.build(optimizer[0], [parameter for _, parameter in trained], optimizer[1])
+    fixed = [*module.parameters(), *module.buffers()]
+    for _, parameter in trained:  # the optimizer makes its state in its first step, before the one that is counted
+        parameter.grad = torch.zeros_like(parameter)
+    made.step()
+    made.zero_grad()
+    live, counter = LiveBytes(), OperationCounter()
+    with counter, live:
+        live.add([*fixed, *optimizer_tensors(made)])
+        before = live.now
+        loss = _loss(module, arguments)
+        activations = live.now - before
+        counter.phase = "backward"
+        loss.backward()
+        del loss
+        gradients = tensor_bytes(p.grad for _, p in trained if p.grad is not None)
+        counter.phase = "optimizer"
+        made.step()
+    return ModelCost(
+        layout=layout,
+        batch=batch,
+        layers=_layers(module, counter),
+        parameter_bytes=tensor_bytes(fixed),
+        gradient_bytes=gradients,
+        optimizer_bytes=tensor_bytes(optimizer_tensors(made)),
+        activation_bytes=activations,
+        peak_bytes=live.peak,
+        largest_layer_bytes=max(
+            (tensor_bytes(block.parameters()) for block in _blocks(module)), default=tensor_bytes(fixed)
+        ),
+        fp32=trained[0][1].dtype == torch.float32,
+    )
+
+
+def _loss(module: nn.Module, arguments: Any) -> Tensor:
+    """A scalar to differentiate: the model's own loss if it returns one, otherwise something of the same cost."""
+    if isinstance(arguments, Mapping):
+        found = module(**arguments)
+    else:
+        found = module(*arguments) if isinstance(arguments, (tuple, list)) else module(arguments)
+    for name in ("loss", "logits"):
+        if (value := _get(found, name)) is not None:
+            found = value
+            break
+    if isinstance(found, (tuple, list)):
+        found = found[0]
+    if not isinstance(found, Tensor):
+        raise PlanError(f"the model returned {type(found).__name__}; wanted a tensor, or an object with a loss")
+    if found.dim() == 0:
+        return found
+    if found.dim() == 1:
+        return found.float().mean()
+    labels = torch.zeros((found.shape[0], *found.shape[2:]), dtype=torch.int64, device=found.device)
+    return functional.cross_entropy(found.float() if found.dtype != torch.float32 else found, labels)
+
+
+def _get(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+
+
+def _converted(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and dtype is not None else value
+
+
+def _blocks(module: nn.Module) -> Sequence[nn.Module]:
+    """The parts of a model that follow one another: the children of its largest list of modules."""
+    lists = [part for part in module.modules() if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) > 1]
+    if not lists:
+        return list(module.children()) or [module]
+    return list(max(lists, key=lambda part: sum(p.numel() for p in part.parameters())).children())
+
+
+def _checkpoint_blocks(module: nn.Module) -> None:
+    for block in _blocks(module):
+        forward = block.forward
+
+        def again(*args: Any, _forward: Callable[..., Any] = forward, **kwargs: Any) -> Any:
+            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
+
+        block.forward = again
+
+
+def _layers(module: nn.Module, counter: OperationCounter) -> tuple[Layer, ...]:
+    """The parts that a reader tells apart: children, and the children of lists of modules."""
+    names: list[str] = []
+    for name, child in module.named_children():
+        inside = [f"{name}.{own}" for own, _ in child.named_children()]
+        names += inside if isinstance(child, (nn.ModuleList, nn.Sequential)) and inside else [name]
+    own: dict[str, dict[str, Work]] = {name: {} for name in [*names, ""]}
+    for (layer, phase), work in counter.by_layer.items():
+        _, _, path = layer.partition(".")  # the first word is the class of the model
+        place = next((name for name in names if path == name or path.startswith(f"{name}.")), "")
+        own[place][phase] = own[place].get(phase, Work()) + work
+    parameters = {name: sum(p.numel() for p in module.get_submodule(name).parameters()) for name in names}
+    rest = sum(p.numel() for p in module.parameters()) - sum(parameters.values())
+    found = [Layer(name, parameters[name], own[name]) for name in names]
+    return (*found, Layer("the rest", rest, own[""]))

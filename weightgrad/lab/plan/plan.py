@@ -1,0 +1,212 @@
+"""The plan of a run: the model's cost, and what every strategy would take, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weightgrad.core.controller import Decision
+from weightgrad.core.strategies import Strategy
+from weightgrad.lab.plan.decision import auto_decision
+from weightgrad.lab.plan.devices import Device
+from weightgrad.lab.plan.memory import WorkerMemory, server_bytes, worker_memory
+from weightgrad.lab.plan.model_cost import ModelCost
+from weightgrad.lab.plan.operations import PHASES
+from weightgrad.lab.plan.prediction import Prediction, crossover_bit_s, predict
+from weightgrad.lab.plan.prices import Prices
+from weightgrad.lab.plan.scenario import Scenario
+from weightgrad.lab.sim.task import Task
+
+DATA_DEPENDENT = ("gaia", "significant", "nonzero")
+
+
+@dataclass(frozen=True)
+class StrategyPlan:
+    """One strategy in a scenario.
+
+    Attributes:
+        prediction: time and bytes.
+        memory: of one worker of each site.
+        server_kept: bytes that the global server keeps.
+        server_peak: the most it has.
+        dollars: what the traffic of the whole run costs.
+        dollars_day: what that of a day costs.
+        crossover_bit_s: the bandwidth above which float32 would be faster than the codecs; None: nothing is encoded.
+        samples_seconds: the time to the samples that were asked for.
+        by_data: whether how much is sent depends on the data, which a stand-in does not know.
+    """
+
+    prediction: Prediction
+    memory: tuple[WorkerMemory, ...]
+    server_kept: float
+    server_peak: float
+    dollars: float
+    dollars_day: float
+    crossover_bit_s: float | None
+    samples_seconds: float
+    by_data: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `weightgrad plan` says.
+
+    Attributes:
+        scenario: what was planned.
+        cost: of one worker's step; None where the model's inputs are not known.
+        devices: of each site, by name, where it is known.
+        samples: how many samples the run is to see.
+        strategies: every strategy, by name.
+        decision: what `auto` would decide, and why.
+        measured: whether a real step was measured on this machine.
+    """
+
+    scenario: Scenario
+    cost: ModelCost
+    devices: Mapping[str, Device]
+    samples: int
+    strategies: Mapping[str, StrategyPlan]
+    decision: Decision
+    measured: bool = False
+
+    @property
+    def chosen(self) -> str:
+        """The strategy to take: `auto`, if it is planned; otherwise the fastest."""
+        if "auto" in self.strategies:
+            return "auto"
+        return min(self.strategies, key=lambda name: self.strategies[name].prediction.step_seconds)
+
+    @property
+    def why(self) -> str:
+        """Why."""
+        if self.chosen != "auto":
+            return "the shortest step of those that were planned"
+        schedule = self.decision.schedule
+        every = "every step" if schedule.every == 1 else f"every {schedule.every} steps"
+        down = "the others' pushes" if self.decision.relayed else self.decision.down
+        return (
+            f"a round {every}, {schedule.up} up and {down} down, results {schedule.overlap} steps late: "
+            f"{self.decision.why}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        scenario = self.scenario
+        return {
+            "name": scenario.name,
+            "parameters": scenario.layout.numel,
+            "batch": scenario.batch,
+            "steps": scenario.steps,
+            "samples": self.samples,
+            "measured": self.measured,
+            "sites": {
+                site.name: {
+                    "workers": site.workers,
+                    "sharded": site.sharded,
+                    "seconds_per_step": site.compute.seconds_per_step,
+                }
+                for site in scenario.sites
+            },
+            "step": {
+                "flops": {phase: self.cost.work(phase).flops for phase in PHASES},
+                "seconds": {name: self.cost.seconds(device) for name, device in self.devices.items()},
+                "layers": [
+                    {
+                        "name": layer.name,
+                        "parameters": layer.parameters,
+                        "flops": {phase: work.flops for phase, work in layer.work.items()},
+                        "bytes": {phase: work.nbytes for phase, work in layer.work.items()},
+                    }
+                    for layer in self.cost.layers
+                ],
+                "parameter_bytes": self.cost.parameter_bytes,
+                "gradient_bytes": self.cost.gradient_bytes,
+                "optimizer_bytes": self.cost.optimizer_bytes,
+                "activation_bytes": self.cost.activation_bytes,
+                "peak_bytes": self.cost.peak_bytes,
+            },
+            "chosen": {"strategy": self.chosen, "why": self.why},
+            "strategies": {name: _strategy_dict(own) for name, own in self.strategies.items()},
+        }
+
+
+def _strategy_dict(own: StrategyPlan) -> dict[str, Any]:
+    found = own.prediction
+    return {
+        "seconds": found.seconds,
+        "step_seconds": found.step_seconds,
+        "compute_seconds": found.compute_seconds,
+        "steps_between_rounds": found.round_steps,
+        "wan_bytes": found.wan_bytes,
+        "samples_seconds": own.samples_seconds,
+        "dollars": own.dollars,
+        "dollars_day": own.dollars_day,
+        "crossover_bit_s": own.crossover_bit_s,
+        "depends_on_data": own.by_data,
+        "schedule": found.schedule,
+        "links": [{**asdict(link), "hidden": link.hidden} for link in found.links],
+        "workers": [asdict(memory) for memory in own.memory],
+        "server": {"kept_bytes": own.server_kept, "peak_bytes": own.server_peak},
+    }
+
+
+def make_plan(
+    scenario: Scenario,
+    cost: ModelCost,
+    strategies: Sequence[tuple[str, Strategy]],
+    *,
+    devices: Mapping[str, Device],
+    prices: Prices,
+    samples: int | None = None,
+    task: Task | None = None,
+    watch: Callable[[str], None] = lambda name: None,
+) -> Plan:
+    """Plan some strategies.
+
+    Args:
+        scenario: what is planned.
+        cost: of one worker's step.
+        strategies: labels and strategies.
+        devices: what the sites compute on, by the name of the site, where it is known.
+        prices: of traffic.
+        samples: what the time is asked for; None: those of the whole run.
+        task: a real task to play through instead of a stand-in.
+        watch: called with the label of each strategy before its turn.
+    """
+    wanted = samples if samples is not None else scenario.steps * scenario.batch
+    planned = {}
+    for label, strategy in strategies:
+        watch(label)
+        found = predict(scenario, strategy, task=task)
+        kept, peak = server_bytes(scenario, found.strategy, found)
+        memory = tuple(worker_memory(scenario, cost, found, site, devices.get(site.name)) for site in scenario.sites)
+        up = {link.site: link for link in found.links}
+        dollars = sum(
+            prices.dollars(name, link.up_total) + prices.dollars(scenario.server, link.down_total)
+            for name, link in up.items()
+        )
+        a_day = sum(
+            prices.dollars(name, link.up_day) + prices.dollars(scenario.server, link.down_day)
+            for name, link in up.items()
+        )
+        rest = max(0.0, wanted / scenario.batch - scenario.steps)
+        share = min(1.0, wanted / (scenario.steps * scenario.batch))
+        planned[label] = StrategyPlan(
+            prediction=found,
+            memory=memory,
+            server_kept=kept,
+            server_peak=peak,
+            dollars=dollars,
+            dollars_day=a_day,
+            crossover_bit_s=crossover_bit_s(scenario, strategy, found),
+            samples_seconds=share * found.seconds + rest * found.step_seconds,
+            by_data=task is None and _depends_on_data(strategy),
+        )
+    own = planned.get("auto") or next(iter(planned.values()))
+    decision = auto_decision(scenario, own.prediction.compute_seconds)
+    return Plan(scenario, cost, devices, wanted, planned, decision, measured=task is not None)
+
+
+def _depends_on_data(strategy: Strategy) -> bool:
+    return any(part in f"{strategy.selector} {strategy.down_selector}" for part in DATA_DEPENDENT)

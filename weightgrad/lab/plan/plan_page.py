@@ -1,0 +1,145 @@
+"""A plan as one HTML file: tables, and the timeline of a round of every strategy, drawn to scale. It loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from weightgrad.lab.plan import timeline
+from weightgrad.lab.plan.operations import PHASES
+from weightgrad.lab.plan.plan import Plan
+from weightgrad.units import show_bit_s, show_bytes, show_seconds
+
+_STYLE = (Path(__file__).parent / "plan.css").read_text(encoding="utf-8")
+
+
+def write(plan: Plan, path: Path) -> None:
+    """Write the page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html(plan), encoding="utf-8")
+
+
+def html(plan: Plan) -> str:
+    """The page as text."""
+    scenario = plan.scenario
+    lead = (
+        f"{scenario.layout.numel:,} parameters, {scenario.batch:,} samples a step over {scenario.workers} workers in "
+        f"{len(scenario.sites)} sites, {scenario.steps:,} steps"
+    )
+    pictures = "".join(
+        f"<h3>{escape(name)}</h3><div class=card>{timeline.draw(own.prediction)}</div>"
+        for name, own in plan.strategies.items()
+    )
+    colours = (("step", "a step"), ("wait", "waiting"), ("up", "push"), ("down", "result"))
+    key = "".join(f'<span><i style="background:var(--{name})"></i>{text}</span>' for name, text in colours)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>Plan of {escape(scenario.name)}</title><style>{_STYLE}</style></head><body><main>"
+        f"<h1>Plan of {escape(scenario.name)}</h1><p class=lead>{escape(lead)}</p>"
+        f'<div class="card take"><b>Take {escape(plan.chosen)}.</b> {escape(plan.why)}</div>'
+        f"<h2>Strategies</h2>{_strategies(plan)}<h2>Links</h2>{_links(plan)}"
+        f"<h2>Memory</h2>{_memory(plan)}<h2>One step of a worker</h2>{_step(plan)}"
+        f"<h2>Rounds, drawn to scale</h2><p class=key>{key}</p>{pictures}</main></body></html>"
+    )
+
+
+def _strategies(plan: Plan) -> str:
+    heads = (
+        "strategy",
+        "a step",
+        "x without WAN",
+        "round every",
+        f"{plan.samples:,} samples",
+        "WAN bytes",
+        "dollars",
+        "dollars a day",
+        "no gain above",
+    )
+    rows = []
+    for name, own in plan.strategies.items():
+        found = own.prediction
+        above = "" if own.crossover_bit_s is None else show_bit_s(own.crossover_bit_s)
+        cells = (
+            name + ("*" if own.by_data else ""),
+            show_seconds(found.step_seconds),
+            f"{found.slowdown:.2f}",
+            f"{found.round_steps:.3g} steps",
+            show_seconds(own.samples_seconds),
+            show_bytes(found.wan_bytes),
+            f"{own.dollars:,.2f}",
+            f"{own.dollars_day:,.2f}",
+            above,
+        )
+        rows.append((cells, name == plan.chosen))
+    note = "<p class=lead>* how much is sent depends on the data: an estimate.</p>"
+    return _card(heads, rows) + (note if any(own.by_data for own in plan.strategies.values()) else "")
+
+
+def _links(plan: Plan) -> str:
+    heads = (
+        "site",
+        "strategy",
+        "up a round",
+        "down a round",
+        "up a day",
+        "down a day",
+        "exchange",
+        "waiting",
+        "hidden",
+    )
+    rows = []
+    for site in plan.scenario.sites:
+        for name, own in plan.strategies.items():
+            link = next(one for one in own.prediction.links if one.site == site.name)
+            sizes = map(show_bytes, (link.up_round, link.down_round, link.up_day, link.down_day))
+            times = map(show_seconds, (link.transfer_seconds, link.waiting_seconds))
+            rows.append(((site.name, name, *sizes, *times, f"{100 * link.hidden:.0f} %"), name == plan.chosen))
+    return _card(heads, rows)
+
+
+def _memory(plan: Plan) -> str:
+    heads = (
+        "a worker of",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "peak",
+        "fits",
+        "host kept",
+        "host peak",
+    )
+    rows = []
+    for own in plan.strategies[plan.chosen].memory:
+        values = (own.parameters, own.gradients, own.optimizer, own.activations, own.device_peak)
+        fits = "" if own.fits is None else "yes" if own.fits else "NO"
+        host = map(show_bytes, (own.host_kept, own.host_peak))
+        rows.append(((own.site, *map(show_bytes, values), fits, *host), False))
+    return _card(heads, rows)
+
+
+def _step(plan: Plan) -> str:
+    heads = ("layer", "parameters", *(f"{phase} GFLOP" for phase in PHASES[:2]))
+    rows = [
+        (
+            (
+                layer.name,
+                f"{layer.parameters:,}",
+                *(f"{layer.work[p].flops / 1e9:.3g}" if p in layer.work else "" for p in PHASES[:2]),
+            ),
+            False,
+        )
+        for layer in plan.cost.layers
+    ]
+    return _card(heads, rows)
+
+
+def _card(heads: Iterable[str], rows: Iterable[tuple[Iterable[str], bool]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(
+        f"<tr{' class=chosen' if chosen else ''}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        for cells, chosen in rows
+    )
+    return f"<div class=card><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -1,0 +1,147 @@
+"""A plan as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from weightgrad.lab.plan.operations import PHASES
+from weightgrad.lab.plan.plan import Plan, StrategyPlan
+from weightgrad.units import show_bit_s, show_bytes, show_seconds
+
+_LAYERS = 12  # that are shown; JSON has all
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print a plan."""
+    scenario, cost = plan.scenario, plan.cost
+    console.print(
+        f"[bold]{escape(scenario.name)}[/]: {scenario.layout.numel:,} parameters, {scenario.batch:,} samples a step "
+        f"over {scenario.workers} workers in {len(scenario.sites)} sites, {scenario.steps:,} steps"
+    )
+    console.print()
+    console.print(_step_table(plan))
+    console.print()
+    console.print(_memory_table(plan))
+    for note in _memory_notes(plan):
+        console.print(note, markup=False)
+    console.print()
+    console.print(_strategy_table(plan))
+    if any(own.by_data for own in plan.strategies.values()):
+        console.print("* how much is sent depends on the data: an estimate; --measure plays real steps through")
+    console.print()
+    console.print(_link_table(plan))
+    console.print()
+    flops = sum(cost.work(phase).flops for phase in PHASES)
+    console.print(f"A worker's step is {flops:.3g} operations of {cost.batch} samples.")
+    console.print(f"Take [bold]{escape(plan.chosen)}[/]: {escape(plan.why)}", soft_wrap=True)
+
+
+def _step_table(plan: Plan) -> Table:
+    cost, devices = plan.cost, dict(plan.devices)
+    table = _table("layer", "parameters", *(f"{phase} GFLOP" for phase in PHASES[:2]))
+    kinds = {id(device): name for name, device in devices.items()}
+    for name in kinds.values():
+        for phase in PHASES:
+            table.add_column(f"{name} {phase}", justify="right", no_wrap=True)
+    layers = sorted(cost.layers, key=lambda layer: -sum(work.flops for work in layer.work.values()))
+    shown = {layer.name for layer in layers[:_LAYERS]}
+    for layer in cost.layers:
+        if layer.name in shown:
+            row = [layer.name, f"{layer.parameters:,}"]
+            row += [f"{layer.work[phase].flops / 1e9:.3g}" if phase in layer.work else "" for phase in PHASES[:2]]
+            for name in kinds.values():
+                times = [layer.seconds(devices[name], phase, fp32=cost.fp32) for phase in PHASES]
+                row += [show_seconds(seconds) for seconds in times]
+            table.add_row(*map(escape, row))
+    row = ["all", f"{plan.scenario.layout.numel:,}", *(f"{cost.work(phase).flops / 1e9:.3g}" for phase in PHASES[:2])]
+    for name in kinds.values():
+        row += [show_seconds(seconds) for seconds in cost.seconds(devices[name]).values()]
+    table.add_row(*map(escape, row), style="bold")
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = _table("a worker of", "parameters", "gradients", "optimizer", "activations", "peak", "fits")
+    for column in ("host: kept", "host: peak"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for own in plan.strategies[plan.chosen].memory:
+        fits = "" if own.fits is None else "yes" if own.fits else "NO"
+        values = (own.parameters, own.gradients, own.optimizer, own.activations, own.device_peak)
+        host = (own.host_kept, own.host_peak)
+        table.add_row(escape(own.site), *map(show_bytes, values), fits, *map(show_bytes, host))
+    return table
+
+
+def _memory_notes(plan: Plan) -> Iterator[str]:
+    chosen = plan.strategies[plan.chosen]
+    yield (
+        f"Host: what {plan.chosen} adds. The global server keeps {show_bytes(chosen.server_kept)}, at most "
+        f"{show_bytes(chosen.server_peak)}."
+    )
+    for own in chosen.memory:
+        if own.fits is False:
+            yield (
+                f"{own.site}: {show_bytes(own.device_peak)} do not fit into "
+                f"{show_bytes(plan.devices[own.site].memory_gb * 1e9)}; try --sharding fsdp2, --checkpointing, "
+                "--dtype bfloat16, a smaller --batch, or more devices"
+            )
+
+
+def _strategy_table(plan: Plan) -> Table:
+    table = _table("strategy", "a step", "x without WAN", "round every", "waiting a step", f"{plan.samples:,} samples")
+    for column in ("WAN bytes", "a day", "dollars", "a day", "no gain above"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, own in plan.strategies.items():
+        table.add_row(*map(escape, _strategy_row(plan, name, own)), style="bold" if name == plan.chosen else None)
+    return table
+
+
+def _strategy_row(plan: Plan, name: str, own: StrategyPlan) -> list[str]:
+    del plan
+    found = own.prediction
+    waiting = max(link.waiting_seconds for link in found.links) / found.round_steps
+    return [
+        name + ("*" if own.by_data else ""),
+        show_seconds(found.step_seconds),
+        f"{found.slowdown:.2f}",
+        f"{found.round_steps:.3g}",
+        show_seconds(waiting),
+        show_seconds(own.samples_seconds),
+        show_bytes(found.wan_bytes),
+        show_bytes(sum(link.up_day + link.down_day for link in found.links)),
+        f"{own.dollars:,.2f}",
+        f"{own.dollars_day:,.2f}",
+        "" if own.crossover_bit_s is None else show_bit_s(own.crossover_bit_s),
+    ]
+
+
+def _link_table(plan: Plan) -> Table:
+    table = _table(
+        f"link to {plan.scenario.server}", "strategy", "up a round", "down a round", "up a day", "down a day"
+    )
+    for column in ("exchange", "waiting", "hidden"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for site in plan.scenario.sites:
+        for name, own in plan.strategies.items():
+            link = next(one for one in own.prediction.links if one.site == site.name)
+            table.add_row(
+                escape(site.name),
+                escape(name),
+                *map(show_bytes, (link.up_round, link.down_round, link.up_day, link.down_day)),
+                show_seconds(link.transfer_seconds),
+                show_seconds(link.waiting_seconds),
+                f"{100 * link.hidden:.0f} %",
+            )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        side, style = ("right", None) if number else ("left", "bold")
+        table.add_column(escape(column), justify=side, style=style, no_wrap=True)  # type: ignore[arg-type]
+    return table

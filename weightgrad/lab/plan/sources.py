@@ -1,0 +1,275 @@
+"""Where a plan comes from: a recipe, or a function that makes a model and a few words on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightgrad.core import strategies as presets
+from weightgrad.core.random_streams import TrainingStream
+from weightgrad.core.strategies import Strategy
+from weightgrad.errors import PlanError, WeightGradError
+from weightgrad.kernels.noise import derive
+from weightgrad.lab import models
+from weightgrad.lab.data import augment, datasets, folder
+from weightgrad.lab.plan import scenario as scenarios
+from weightgrad.lab.plan.devices import Device
+from weightgrad.lab.plan.model_cost import Built, ModelCost, cost_of
+from weightgrad.lab.plan.scenario import LAN, Scenario
+from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.choices import parse_choices
+from weightgrad.lab.run.simulation import chosen_strategy, optimizer_options
+from weightgrad.lab.run.task import Training
+from weightgrad.lab.sim.compute import Compute
+from weightgrad.lab.sim.plan import SiteSpec
+from weightgrad.lab.sim.task import Task
+
+USUAL = ("baseline", "qsgd", "diloco", "streaming", "sparseloco", "weightgrad", "auto")
+_IMAGES = {"cifar10": (10, 3, 32), "mnist": (10, 1, 28), "fashion-mnist": (10, 1, 28), "digits": (10, 1, 8)}
+_CHARACTERS = 96  # of a text in ASCII, about
+_CLASSES = 1000  # of a folder that is not here
+_TIMED = 3
+_INPUT = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is to be planned.
+
+    Attributes:
+        scenario: sites, links, training.
+        cost: of one worker's step.
+        devices: by the name of a site, where they are known.
+        task: a real task to play through, or None for a stand-in.
+        recipe: where it came from, or None.
+    """
+
+    scenario: Scenario
+    cost: ModelCost
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    task: Task | None = None
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """What the command line says about a model without a recipe; `weightgrad plan --help` explains each."""
+
+    model: str
+    sites: str | None
+    links: tuple[str, ...]
+    input: str | None
+    batch: int
+    steps: int
+    optimizer: str
+    sharding: str
+    dtype: str | None
+    checkpointing: bool
+
+
+def strategies_of(text: str | None, source: Source) -> list[tuple[str, Strategy]]:
+    """The strategies to plan: those named, all, or the usual ones and the recipe's own."""
+    if text == "all":
+        return [(name, presets.find(name)) for name in presets.available()]
+    if text is not None:
+        if source.recipe is None:
+            return [(name, presets.find(name)) for name in text.split(",") if name]
+        own = source.recipe
+        return [(c.label, chosen_strategy(own.with_settings([c.setting]))) for c in parse_choices(text)]
+    found = {name: presets.find(name) for name in USUAL}
+    if source.recipe is not None:
+        own_strategy = chosen_strategy(source.recipe)
+        found[own_strategy.name] = own_strategy
+    return list(found.items())
+
+
+def of_recipe(recipe: Recipe, *, measure: bool, checkpointing: bool = False) -> Source:
+    """A recipe's model and training. Its data need not be here, except with `measure`.
+
+    Raises:
+        PlanError: a site has no step time, and nothing is measured.
+    """
+    training = Training(recipe) if measure else None
+    each = max(1, recipe.training.batch // recipe.workers)
+    build, inputs = _of_recipe(recipe, each)
+    options = (recipe.training.optimizer.name, optimizer_options(recipe.training.optimizer))
+    cost = cost_of(build, options, inputs=inputs, batch=each, checkpointing=checkpointing)
+    unknown = [site.name for site in recipe.site_list if site.compute.seconds_per_step == "calibrate"]
+    seconds: dict[str, float] = {}
+    if unknown and training is None:
+        raise PlanError(
+            f"compute.seconds_per_step of {', '.join(unknown)} is calibrate; give --measure, or a time with "
+            "--set compute.seconds_per_step=0.03"
+        )
+    if training is not None:
+        measured = _timed(training)
+        seconds = dict.fromkeys(unknown, measured)
+    layout = training.layout if training is not None else cost.layout
+    return Source(scenarios.of_recipe(recipe, layout, seconds), cost, {}, training, recipe)
+
+
+def _timed(task: Training) -> float:
+    """Seconds of one worker's pass on this machine: the best of a few."""
+    weights, best = task.initial(), math.inf
+    for step in range(_TIMED):
+        began = time.perf_counter()
+        next(task.gradients(0, weights, step))
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _of_recipe(recipe: Recipe, batch: int) -> tuple[Callable[[], Built], Callable[[], Any]]:
+    """What makes the recipe's model and a batch of it, without its data."""
+    classes, channels, size = _data_shape(recipe)
+    options = recipe.model.options
+
+    def build() -> nn.Module:
+        seed = derive(recipe.seed, TrainingStream.MODEL) >> 1
+        try:
+            return models.build(recipe.model.name, classes=classes, channels=channels, size=size, seed=seed, **options)
+        except WeightGradError as error:
+            raise PlanError(f"{recipe.name}: {error}") from error
+
+    def inputs() -> torch.Tensor:
+        if recipe.data.name == "sotu":
+            return torch.zeros(batch, size, dtype=torch.int64)
+        return torch.zeros(batch, channels, size, size)
+
+    return build, inputs
+
+
+def _data_shape(recipe: Recipe) -> tuple[int, int, int]:
+    """Classes, channels and side of the data, or characters and length of a text."""
+    name = recipe.data.name
+    if name == "sotu":
+        return _CHARACTERS, 1, int(recipe.model.options.get("context", datasets.CONTEXT))
+    if name == "folder":
+        side = folder.SIZE if recipe.data.size is None else recipe.data.size
+        return _CLASSES, 3, side
+    if name == "synthetic":
+        made = datasets.load(name)
+        classes, channels, side = made.classes, made.channels, made.size
+    elif name in _IMAGES:
+        classes, channels, side = _IMAGES[name]
+    else:
+        raise PlanError(f"{recipe.name}: no data set {name!r}; there are {', '.join(datasets.NAMES)}")
+    return classes, channels, augment.pipeline(name, recipe.model.name, recipe.data.augment).size(side)
+
+
+def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: bool) -> Source:
+    """A model that a user's function makes.
+
+    Raises:
+        PlanError: something is missing or cannot be read.
+    """
+    if given.sites is None or not given.links:
+        raise PlanError("--model needs --sites, e.g. virginia=8xH100,tokyo=4xA100, and a --link for each of them")
+    sites = scenarios.parse_sites(given.sites, devices)
+    server, links = scenarios.parse_links(given.links, [site.name for site in sites])
+    if given.sharding not in ("none", "fsdp2"):
+        raise PlanError(f"--sharding {given.sharding}: wanted none or fsdp2")
+    options: tuple[str, dict[str, Any]] = (given.optimizer, {"lr": 1e-3})
+    if given.optimizer in ("sgd", "lars"):
+        options[1]["momentum"] = 0.9
+    build, inputs, dtype = import_build(given.model), _inputs(given.input, given.batch), _dtype(given.dtype)
+    cost = cost_of(build, options, inputs=inputs, batch=given.batch, dtype=dtype, checkpointing=given.checkpointing)
+    by_name = {site.name: site.device for site in sites}
+    if measure:
+        seconds = _measured(build, inputs, options, given, dtype)
+        times = dict.fromkeys(by_name, seconds)
+    else:
+        times = {name: sum(cost.seconds(device).values()) for name, device in by_name.items()}
+    sharded = given.sharding == "fsdp2"
+    specs = tuple(
+        SiteSpec(site.name, site.count, LAN, Compute(times[site.name]), sharded and site.count > 1) for site in sites
+    )
+    scenario = Scenario(
+        name=given.model,
+        layout=cost.layout,
+        server=server,
+        sites=specs,
+        links=links,
+        batch=given.batch * sum(site.count for site in sites),
+        steps=given.steps,
+        optimizer=options,
+        rate=lambda step: 1e-3,
+    )
+    return Source(scenario, cost, by_name)
+
+
+def _measured(
+    build: Callable[[], Built],
+    inputs: Callable[[], Any] | None,
+    options: tuple[str, dict[str, Any]],
+    given: ModelArguments,
+    dtype: torch.dtype | None,
+) -> float:
+    """Seconds of a real step on this machine: the best of a few."""
+    best = math.inf
+    for _ in range(_TIMED):
+        began = time.perf_counter()
+        cost_of(
+            build,
+            options,
+            inputs=inputs,
+            batch=given.batch,
+            dtype=dtype,
+            checkpointing=given.checkpointing,
+            real=True,
+        )
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def import_build(text: str) -> Callable[[], Built]:
+    """The function of `my_script:build`; a module of the present directory is found too.
+
+    Raises:
+        PlanError: there is no such module or function.
+    """
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise PlanError(f"--model {text!r}: wanted MODULE:FUNCTION, e.g. my_script:build")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module.removesuffix(".py")), name)
+    except ImportError as error:
+        raise PlanError(f"--model {text!r}: cannot import {module}: {error}") from None
+    except AttributeError:
+        raise PlanError(f"--model {text!r}: module {module} has no {name}") from None
+    if not callable(found):
+        raise PlanError(f"--model {text!r}: {name} is {type(found).__name__}; wanted a function without arguments")
+    made: Callable[[], Built] = found
+    return made
+
+
+def _inputs(text: str | None, batch: int) -> Callable[[], torch.Tensor] | None:
+    if text is None:
+        return None
+    match = _INPUT.fullmatch(text)
+    if match is None:
+        raise PlanError(f"--input {text!r}: wanted a shape, e.g. 3x224x224, and perhaps a type, e.g. 2048:int64")
+    shape = (batch, *map(int, match[1].split("x")))
+    dtype = _dtype(match[2]) or torch.float32
+    return lambda: torch.zeros(shape, dtype=dtype)
+
+
+def _dtype(text: str | None) -> torch.dtype | None:
+    if text is None:
+        return None
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise PlanError(f"{text!r} is not a type of torch; wanted e.g. bfloat16, float32 or int64")
+    return found
