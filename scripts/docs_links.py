@@ -22,6 +22,7 @@ ADDED = (
     "benchmarks/results/*.svg",
     "deploy/Dockerfile",
     "deploy/*/*",
+    "deploy/*/*/*",
     "examples/*",
     "recipes/*.yaml",
 )
