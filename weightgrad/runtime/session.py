@@ -11,7 +11,7 @@ import atexit
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -41,6 +41,7 @@ from weightgrad.runtime.named_models import (
     own_modules,
     stepping_optimizers,
 )
+from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import show_by_default
 from weightgrad.runtime.rank_step import averages_gradients
@@ -136,6 +137,7 @@ class Site:
         self._steps: SiteSteps | None = None
         self._guard: LoadGuard | None = None
         self._copies: list[Any] = []
+        self._loaded: PortableState | None = None
         self._prepared = False
         self._left = False
         self._pid = os.getpid()
@@ -214,6 +216,7 @@ class Site:
         atexit.register(self._at_exit)
         self._entry = Entry(self._options, self.group)
         version = newest_version(self._options.state) if self.group.first else -1
+        version = self._loaded.version if self._loaded is not None and self.group.first else version
         spec = announced.spec(strategy) if len(several) == 1 else None
         if strategy is not None and strategy.shares == "gradients":
             _check_one_optimizer(strategy, several)
@@ -237,7 +240,8 @@ class Site:
             self._options, self.group, connection, self._entry.events, trained, reply, samples
         )
         self._attach(self._entry, self._training)
-        self._training.begin()
+        self._training.begin(self._loaded)
+        self._loaded = None
         self._prepared = True
         self._copies = copy_views(module) if self._training.rank_step.one_buffer else []
         self._guard = LoadGuard(module, parameters)
@@ -311,6 +315,38 @@ class Site:
         if self._training is None:
             raise StrategyError("the site has no global model before prepare()")
         return self._training.digest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the site, for a checkpoint of your own beside `model.state_dict()`; called on every rank.
+
+        It holds all that the site needs to go on: weights and optimizer, what was not shared, pushes in flight. It is
+        the same on every rank, and as large as those together, so that any number of ranks can load it. Before
+        `prepare` it is empty, which is what torch.distributed.checkpoint needs to load one.
+
+        Returns:
+            A dictionary for `torch.save` or torch.distributed.checkpoint, which also takes the site itself.
+        """
+        return {"state": self._training.state_dict() if self._training is not None and self._prepared else b""}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` of an earlier process returned; called on every rank, before `prepare`.
+
+        `prepare` then gives model and optimizer what they had. If the others have gone on meanwhile, the site repeats
+        the steps since, which the server knows already; then it catches up.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            StrategyError: The site is prepared already.
+            CheckpointError: It cannot be read.
+        """
+        if self._training is not None:
+            raise StrategyError(
+                "load_state_dict() belongs before prepare(), which gives model and optimizer what they had; leave() "
+                "and join again to go back to a checkpoint"
+            )
+        self._loaded = PortableState.read(state_dict.get("state"))
 
     def stats(self) -> dict[str, Any]:
         """How the site is doing: what the lines of progress say, as numbers. On ranks other than 0, only the step.

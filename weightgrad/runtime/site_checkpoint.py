@@ -92,13 +92,13 @@ class SiteCheckpoint:
         self.wait()
         target = self._directory / f"{_PREFIX}{steps:012d}"
         temporary = self._directory / f".{target.name}"
-        state = self._state(coordinator)
+        state = self.named_state(coordinator)
         try:
             if self._group.first:
                 self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(mode=0o700)
-                facts = {**self._identity(), "step": steps, "version": coordinator.version if coordinator else -1}
+                facts = {**self.identity(), "step": steps, "version": coordinator.version if coordinator else -1}
                 (temporary / _FACTS).write_text(json.dumps(facts))
             self._group.barrier()
             if not (temporary / _FACTS).exists():
@@ -151,7 +151,7 @@ class SiteCheckpoint:
         self.writer.wait()
         self._group.barrier()
 
-    def _state(self, coordinator: SiteCoordinator | None) -> dict[str, Any]:
+    def named_state(self, coordinator: SiteCoordinator | None) -> dict[str, Any]:
         """Everything of this rank, by name; vectors of the index space are one object for all ranks."""
         model, rank = self._model, self._group.rank
         found: dict[str, Any] = dict(self._kept_parameters())
@@ -173,7 +173,8 @@ class SiteCheckpoint:
             if self._rank_step.keeps(one.name):
                 yield f"model.{one.name}", one.parameter.detach()
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """Of which run a checkpoint is."""
         layout = [[slot.name, list(slot.shape)] for slot in self._model.layout.slots]
         return {"strategy": self._strategy.to_dict(), "seed": self._seed, "layout": layout, "ranks": self._group.size}
 
@@ -199,7 +200,7 @@ class SiteCheckpoint:
             damaged, step = 0, 0
             try:
                 facts = self._verify(self._directory / name)
-                self._check(facts)
+                self.check(facts, self._directory)
                 step = int(facts["step"])
                 self._load(self._directory / name, coordinator, int(facts["ranks"]))
             except CheckpointError:
@@ -235,7 +236,12 @@ class SiteCheckpoint:
             raise ValueError(f"not as it was written: {damaged or 'a file that another rank has looked at'}")
         return facts
 
-    def _check(self, facts: dict[str, Any]) -> None:
+    def check(self, facts: Mapping[str, Any], source: Path) -> None:
+        """Compare a checkpoint with this run.
+
+        Raises:
+            CheckpointError: It is of another run.
+        """
         theirs = Layout.of_shapes((name, tuple(shape)) for name, shape in facts["layout"])
         what: str | None = None
         if (found := first_difference(self._model.layout, theirs)) is not None:
@@ -245,14 +251,16 @@ class SiteCheckpoint:
         elif facts["strategy"] != json.loads(json.dumps(strategy := self._strategy.to_dict())):
             what = f"strategy is another, {strategy_difference(strategy, facts['strategy']) or 'the overlap'}"
         if what is not None:
-            raise CheckpointError(
-                f"{self._directory} is of another run: its {what}; give state another directory, or remove it"
-            )
+            raise CheckpointError(f"{source} is of another run: its {what}; give state another directory, or remove it")
 
     def _load(self, directory: Path, coordinator: SiteCoordinator | None, ranks: int) -> None:
         metadata = _metadata(directory)
-        wanted = self._wanted(metadata, ranks)
+        wanted = self.wanted(metadata, ranks)
         _restore(wanted, directory, self._group)
+        self.put(wanted, coordinator, ranks)
+
+    def put(self, wanted: Mapping[str, Any], coordinator: SiteCoordinator | None, ranks: int) -> None:
+        """Give everybody what has been read into `wanted`, which `ranks` ranks had written."""
         self._give_optimizer(wanted)
         model, rank = self._model, self._group.rank
         for place, buffer in enumerate(model.buffers):
@@ -264,7 +272,7 @@ class SiteCheckpoint:
         if coordinator is not None:
             coordinator.load(_under("coordinator.", own))
 
-    def _wanted(self, metadata: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    def wanted(self, metadata: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         """What this rank reads, with memory for it."""
         model, held, rank = self._model, self._shard.held, self._group.rank
         found: dict[str, Any] = dict(self._kept_parameters())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from weightgrad.kernels.noise import derive
 from weightgrad.runtime import sparse_gradients
 from weightgrad.runtime.admission import AdmissionReply
 from weightgrad.runtime.join_options import JoinOptions
+from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import ProgressLog, Tracker
 from weightgrad.runtime.rank_connection import RankConnection
@@ -91,11 +93,11 @@ class SiteTraining:
             coordinator.epoch = connection.epoch
             coordinator.replays = options.state is not None
             self.leader = SiteLeader(coordinator, self._work, group, connection, model.announced, events)
-        self.checkpoint: SiteCheckpoint | None = None
-        if options.state is not None:
-            self.checkpoint = SiteCheckpoint(
-                options.state, self.name, group, self.strategy, reply.seed, model, self.rank_step, self.shard
-            )
+        self._names = SiteCheckpoint(
+            options.state or Path(), self.name, group, self.strategy, reply.seed, model, self.rank_step, self.shard
+        )
+        self.checkpoint = None if options.state is None else self._names
+        """Writes checkpoints, where `join` was given a directory."""
 
     # -- what others ask ----------------------------------------------------------------------
 
@@ -136,14 +138,23 @@ class SiteTraining:
 
     # -- the beginning ----------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, state: PortableState | None = None) -> None:
         """Go on from the checkpoint if there is one, join, and wait until the site may train.
+
+        Args:
+            state: What `state_dict` of an earlier process returned; it goes before the checkpoint.
 
         Raises:
             CheckpointError: The checkpoint is of another run.
             RefusedError: The server has lost the global model that this site has.
         """
-        restored = self.checkpoint.restore(self.coordinator) if self.checkpoint is not None else None
+        restored: int | None = None
+        if state is not None:
+            restored = state.restore(self._names, self.coordinator)
+            if self.coordinator is not None:
+                self.coordinator.replays = True
+        elif self.checkpoint is not None:
+            restored = self.checkpoint.restore(self.coordinator)
         self._work.steps = 0 if restored is None else restored
         self.connection.begin(self.shard, self._first_parts)
         digest = self._group.whole_sum(self._model.digest()) if restored is None else None
@@ -241,6 +252,15 @@ class SiteTraining:
             with replica.at_global_model() if replica is not None else nullcontext():
                 self.checkpoint.write(self.steps, self.coordinator)
             self.rank_step.for_passes(release=False)
+
+    def state_dict(self) -> bytes:
+        """The site's state, put together from all ranks; called on every rank, between two steps."""
+        self.rank_step.for_rounds()
+        replica = self._work.replica
+        with replica.at_global_model() if replica is not None else nullcontext():
+            found = PortableState.of(self._names, self._group, self.steps, self.coordinator)
+        self.rank_step.for_passes(release=False)
+        return found
 
     def _decide(self) -> None:
         """Let rank 0 decide what happens after this step, and do it."""
