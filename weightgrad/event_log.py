@@ -79,6 +79,7 @@ class EventLog:
         except OSError:
             with contextlib.suppress(OSError):  # no half of a line stays
                 os.ftruncate(self._file.fileno(), before)
+                os.lseek(self._file.fileno(), before, os.SEEK_SET)
             raise
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from weightgrad.core.guard import Guard
 from weightgrad.core.membership import FAULTS, FIRST_ASIDE
 from weightgrad.core.server_coordinator import LIVES
 from weightgrad.core.server_state import ServerState
+from weightgrad.core.shared_buffers import combined
 from weightgrad.core.strategies import available, find
 from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.kernels import fixed
@@ -259,3 +260,17 @@ def test_outer_optimizers_can_step_with_a_median() -> None:
 def test_a_limit_needs_rounds_of_several_pushes() -> None:
     with pytest.raises(StrategyError, match="compares the pushes of a round"):
         find("diloco", {"aggregator": "mean(limit=1)", "consistency": "async_()"})
+
+
+# -- buffers --------------------------------------------------------------------------------
+
+
+def test_the_buffers_of_one_site_cannot_take_over_those_of_all() -> None:
+    """Batch norm's statistics ride on pushes; their mean is weighted by what sites state."""
+    usual = {"mean": torch.ones(4), "count": torch.tensor(7)}
+    huge = {"mean": torch.full((4,), 1e30), "count": torch.tensor(2**62)}
+    found = combined([(4, usual), (4, usual), (4, huge)])
+    assert torch.equal(found["mean"], usual["mean"])
+    assert int(found["count"]) == 7
+    weighty = combined([(4, usual), (4, usual), (LARGEST, {"mean": torch.full((4,), 13.0)})])
+    torch.testing.assert_close(weighty["mean"], torch.full((4,), (2 + 10 * 13) / 12))

@@ -376,7 +376,7 @@ class ServerCoordinator:
             ClosedPush(
                 site=push.site,
                 round=push.round,
-                weight=self._weight(push),
+                weight=0.0 if (push.site, push.round) in closing.refused else self._weight(push),
                 seen=push.seen,
                 counts=closing.counts(push),
             )
@@ -393,7 +393,7 @@ class ServerCoordinator:
             result=RoundResult(
                 version=self.version + 1,
                 round=number,
-                step=max(closing.step, self.step),
+                step=max([self.step, *(one.step for one in senders if (one.site, one.round) not in closing.refused)]),
                 included=dict(closing.included),
                 rate=rate if sent else None,
             ),

@@ -6,16 +6,19 @@ their mean, weighted by samples:
     floating-point      the mean, computed in float64, so that the mean of equal values is that value
     integers            the largest, as of the counter of batches
 
-A buffer that has a NaN or an Inf at some site counts there as not sent.
+A buffer that has a NaN or an Inf at some site counts there as not sent; with three sites or more, so does one whose
+norm is far beyond that of the others'. No site weighs more than `MOST_WEIGHT` times the median one.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from weightgrad.core.agreed_numbers import MOST_WEIGHT
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.wire import snapshot_bytes
 
@@ -24,6 +27,9 @@ BUFFER = "buffer."
 
 MOST_BYTES = 3 << 18
 """So many bytes of buffers ride on a push at most: a control message has 1 MB."""
+
+
+_MOST_NORM = 100.0  # times the norm of the others' buffer
 
 
 class SharedBuffers:
@@ -67,6 +73,19 @@ def finite(buffer: Tensor) -> bool:
     return not buffer.is_floating_point() or bool(torch.isfinite(buffer).all())
 
 
+def _in_line(alike: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Without buffers that are far larger than the others', and with weights that are not far larger."""
+    most = int(MOST_WEIGHT) * max(1, statistics.median_low([samples for samples, _ in alike]))
+    norms = [float(buffer.double().norm()) if buffer.dtype != torch.bool else 0.0 for _, buffer in alike]
+    found = []
+    for place, (samples, buffer) in enumerate(alike):
+        others = [norm for at, norm in enumerate(norms) if at != place]
+        usual = statistics.median_high(others) if len(others) > 1 else 0.0
+        if usual <= 0 or norms[place] <= _MOST_NORM * usual:
+            found.append((min(max(0, samples), most), buffer))
+    return found
+
+
 def combined(sites: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
     """Combine the buffers of several sites, each with its samples.
 
@@ -82,6 +101,7 @@ def combined(sites: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Ten
             for samples, buffers in sites
             if name in buffers and buffers[name].shape == first.shape and buffers[name].dtype == first.dtype
         ]
+        alike = _in_line(alike)
         total = sum(samples for samples, _ in alike)
         if first.is_floating_point() and total:
             mean = torch.zeros(first.shape, dtype=torch.float64)
