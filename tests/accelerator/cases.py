@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from tests.accelerator import pretend
 from tests.accelerator.pretend import ACCELERATOR, Counts, HostReadError, MixedDevicesError, Traffic
@@ -211,6 +212,7 @@ class Trial:
         self.dtype: torch.dtype = options.pop("dtype", torch.float32)
         self.scaled: bool = options.pop("scaled", False)
         self.make: Callable[[Iterator[nn.Parameter]], Optimizer] = options.pop("make", lambda p: AdamW(p, lr=0.02))
+        self.forward: Callable[[nn.Module, Tensor], Tensor] = options.pop("forward", lambda model, x: model(x))
         self.steps: list[Counts] = []
         results, self.global_model = user_sites.run_sites(strategy, self._script, "east")
         self.model: Tensor = results["east"]
@@ -224,7 +226,7 @@ class Trial:
         meet()
         for step in range(STEPS):
             x, y = user_sites.batch("east", step)
-            scores = model(x.to(self.dtype).to(self.device)).float()
+            scores = self.forward(model, x.to(self.dtype).to(self.device)).float()
             loss = functional.cross_entropy(scores, y.to(self.device))
             (scaler.scale(loss) if self.scaled else loss).backward()
             with ACCELERATOR.counted() as counts:
@@ -299,6 +301,26 @@ def scalers_and_optimizers() -> None:
         there = Trial(strategy, DEVICE, dtype=torch.bfloat16)
         here = Trial(strategy, torch.device("cpu"), dtype=torch.bfloat16)
         same(there.global_model, here.global_model)
+
+
+@case
+def saved_activations() -> None:
+    """Gradient checkpointing and activations that wait on the host: the hooks see the same gradients."""
+
+    def offloaded(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            found: Tensor = model(x)
+            return found
+
+    def again(model: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(model, x, use_reentrant=False)
+        return found
+
+    expected = Trial("diloco, every: 4", DEVICE).global_model
+    for forward in (offloaded, again):
+        trial = Trial("diloco, every: 4", DEVICE, forward=forward)
+        same(trial.global_model, expected)
+        assert [counts.to_host.copies for counts in trial.steps] == [0, 0, 0, TENSORS] * 2
 
 
 # -- ./scripts/test-gpu --------------------------------------------------------------------------

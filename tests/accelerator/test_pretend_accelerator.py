@@ -25,6 +25,7 @@ CASES = (
     "gradients_cross_at_every_step",
     "sparse_results_cross_as_entries",
     "scalers_and_optimizers",
+    "saved_activations",
     "the_check_of_gpus",
 )
 STRATEGIES = (

@@ -1,4 +1,4 @@
-"""`./scripts/test-gpu` on a machine without a GPU. `tests/accelerator/` has the same checks on a pretend accelerator."""
+"""`./scripts/test-gpu` without a GPU. `tests/accelerator/` has the same checks on a pretend accelerator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from weightgrad.lab.bench import gpu_check
 from weightgrad.lab.bench.gpu_check import Check, Plan
+from weightgrad.lab.bench.gpu_steps import Steps
 
 ROOT = Path(__file__).parents[3]
 TINY = Plan(size="tiny", batch=2, steps=8, every=4, megabytes=0.1, timeout=300)
@@ -54,6 +55,6 @@ def test_a_report_names_what_is_wrong() -> None:
 
 
 def test_sites_that_differ_are_wrong() -> None:
-    one = gpu_check.Steps(parameters=1, ranks=1, plain=1.0, between=1.0, rounds=1.0, digest="a")
-    other = gpu_check.Steps(parameters=1, ranks=1, plain=1.0, between=1.0, rounds=1.0, digest="b")
+    one = Steps(parameters=1, ranks=1, plain=1.0, between=1.0, rounds=1.0, digest="a")
+    other = Steps(parameters=1, ranks=1, plain=1.0, between=1.0, rounds=1.0, digest="b")
     assert not gpu_check.step_checks("two", {"east": one, "west": other})[-1].good

@@ -53,7 +53,9 @@ model: {name: lenet-digits}
 training: {steps: 1, batch: 2, optimizer: {name: sgd, lr: 0.1}}
 server: {name: hub}
 sites: [{name: east, workers: 1}, {name: west, workers: 1}]
-links: [{between: [hub, east], bandwidth: 1 Gbit/s, delay: 1 ms}, {between: [hub, west], bandwidth: 1 Gbit/s, delay: 1 ms}]
+links:
+  - {between: [hub, east], bandwidth: 1 Gbit/s, delay: 1 ms}
+  - {between: [hub, west], bandwidth: 1 Gbit/s, delay: 1 ms}
 compute: {seconds_per_step: 1}
 strategy: {name: diloco, every: EVERY, t_global: 600}
 """
