@@ -3,6 +3,7 @@
     bit_s("900 Mbit/s")  ->  900e6          show_bit_s(900e6)      ->  "900 Mbit/s"
     seconds("11 ms")     ->  0.011          show_seconds(0.011)    ->  "11 ms"
     size("4 MB")         ->  4_000_000      show_bytes(1_234_567)  ->  "1.23 MB"
+    bytes_s("5 GB/day")  ->  57870.37
 
 A number without a unit is in bit/s, seconds or bytes. Units are decimal, sizes may also be in KiB,
 MiB, GiB. Upper and lower case matter: a bit is not a byte, and a mistake of a factor of eight in a
@@ -40,6 +41,15 @@ def size(value: object) -> int:
     if found != int(found):
         raise UnitError(f"{_quote(value)} is not a whole number of bytes")
     return int(found)
+
+
+def bytes_s(value: object) -> float:
+    """Bytes in a time, such as "5 GB/day", in bytes a second."""
+    amount, slash, time = str(value).rpartition("/")
+    times = {**_SECONDS, "day": _SECONDS["d"], "hour": _SECONDS["h"], "month": str(30 * 86400)}
+    if not slash or time.strip() not in times:
+        raise UnitError(f"{_quote(value)} is not an amount in a time; write a size, / and one of {', '.join(times)}")
+    return size(amount) / float(times[time.strip()])
 
 
 def show_bit_s(value: float) -> str:

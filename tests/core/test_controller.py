@@ -13,6 +13,7 @@ from weightgrad.core.controller import Auto, Controller, sparse_bits
 from weightgrad.core.link_fit import LinkFit
 from weightgrad.core.site_schedule import StepTimer, schedule_from_tensor, schedule_to_tensor
 from weightgrad.errors import ProtocolError, StrategyError
+from weightgrad.units import bytes_s
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
 
 NUMEL = 1_000_000
@@ -250,6 +251,34 @@ def test_the_slowest_site_sets_the_step() -> None:
         found.observe(name, Report(step), 0.5, 100_000)
     found.decide(SITES)
     assert found.now.schedule.overlap <= 3, "half a second is two steps of the slow one"
+
+
+@pytest.mark.parametrize("budget", ["20 GB/day", "5 GB/day", "100 MB/h", "1 GB/day"])
+def test_a_budget_is_kept(budget: str) -> None:
+    """The densest and most frequent of the schedules that keep it; over lines that would carry far more."""
+    free, thrifty = controller(), Controller(Auto(budget=budget), NUMEL)
+    drive(free, 1e9, 0.02, 0.03)
+    why = drive(thrifty, 1e9, 0.02, 0.03)
+
+    def spent(of: Controller) -> float:
+        bits = sparse_bits(of.density) + sparse_bits(Auto().down(of.density))
+        return len(SITES) * NUMEL * bits / 8 / (0.03 * of.now.schedule.every)
+
+    assert spent(thrifty) <= bytes_s(budget) < spent(free)
+    assert budget in why[-1]
+    assert "more than that" not in why[-1]
+
+
+def test_a_budget_that_cannot_be_kept_is_said() -> None:
+    found = Controller(Auto(budget="1 kB/day"), NUMEL)
+    assert "the least of the schedules" in drive(found, 1e9, 0.02, 0.03)[-1]
+    assert found.now.schedule.every == Auto().at_most
+
+
+@pytest.mark.parametrize("budget", ["5 GB", "0 B/day", "5 apples/day", "-1 GB/day", "1 GB/fortnight"])
+def test_what_is_no_budget(budget: str) -> None:
+    with pytest.raises(StrategyError, match="budget"):
+        Auto(budget=budget)
 
 
 def test_state_survives() -> None:

@@ -12,6 +12,8 @@ come within `reach` steps:
 3. sparser pushes, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
+With a `budget` a schedule must also keep within that.
+
 Before all of these come rounds twice as often while the sites contradict each other: when fewer than half of the
 entries that two of them sent have the same sign (see `agreement`), by more than chance explains. Then each site pulls
 the global model its own way, and hearing of each other sooner keeps them together; sending more in each push does not
@@ -40,8 +42,8 @@ from weightgrad.core.agreement import Signs
 from weightgrad.core.link_fit import WINDOW
 from weightgrad.core.measurements import Measurements
 from weightgrad.core.parts import check, part
-from weightgrad.errors import StrategyError
-from weightgrad.units import show_bit_s
+from weightgrad.errors import StrategyError, UnitError
+from weightgrad.units import bytes_s, show_bit_s, show_bytes
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
 
 CODEC_BYTES_S = 3e9  # float32 encoded and decoded on one core, until the driver measures it
@@ -91,6 +93,7 @@ class Auto:
         at_most: the most steps between two rounds.
         reach: the steps within which a result should come.
         values: the codec of the values of a sparse push.
+        budget: the most bytes of all sites in a time, both directions together, such as "5 GB/day"; "": what hides.
     """
 
     every: int = 4
@@ -99,6 +102,7 @@ class Auto:
     at_most: int = 64
     reach: int = 12
     values: str = "sign()"
+    budget: str = ""
 
     word: ClassVar[str]
 
@@ -110,6 +114,17 @@ class Auto:
         check("auto", "reach", self.reach, 1, 10**6, whole=True)
         if not isinstance(self.values, str):
             raise StrategyError(f"auto: values = {self.values!r}; wanted a codec such as 'sign()'")
+        try:
+            good = self.budget == "" or self.budget_bytes_s > 0
+        except UnitError as error:
+            raise StrategyError(f"auto: budget: {error}") from None
+        if not good:
+            raise StrategyError(f"auto: budget = {self.budget!r}; wanted more than nothing, such as '5 GB/day'")
+
+    @property
+    def budget_bytes_s(self) -> float:
+        """The budget in bytes a second; no limit without one."""
+        return bytes_s(self.budget) if self.budget else math.inf
 
     def controller(self, numel: int) -> Controller:
         """The controller of a model of so many elements."""
@@ -251,7 +266,7 @@ class Controller:
         slope = lines[slowest][1]
         if 0 < slope < 1 / self.codec_bytes_s:
             seconds = self._seconds(lines, 1.0)
-            if seconds <= _HIDDEN * step:
+            if seconds <= _HIDDEN * step and self._spent(1, 1.0, lines, step) <= self.auto.budget_bytes_s:
                 why = (
                     f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec "
                     f"({show_bit_s(8 * self.codec_bytes_s)})"
@@ -263,6 +278,10 @@ class Controller:
             f"a round takes {seconds:.3f} s on the slowest link, {busy:.3f} s of them for its bytes; a step takes "
             f"{step:.3f} s"
         )
+        if self.auto.budget:
+            spent, day = self._spent(every, density, lines, step), 86400
+            more = "" if spent <= self.auto.budget_bytes_s else ", more than that: this is the least of the schedules"
+            why = f"{why}; all sites together send {show_bytes(spent * day)} a day of {self.auto.budget}{more}"
         if every < self.auto.every:
             how = "contradict each other" if self.agreement < 0.5 else "hardly agree"
             why = (
@@ -284,6 +303,7 @@ class Controller:
             tolerance = _STAY if every == self.now.schedule.every else 1.0
             if (
                 self._busy(lines, density) <= share * every * step
+                and self._spent(every, density, lines, step) <= self.auto.budget_bytes_s
                 and delay <= tolerance * max(self.auto.reach, every) * step
             ):
                 break
@@ -318,6 +338,10 @@ class Controller:
         relayed = self.others is not None and density < 1
         down = (self.others or 0) * up if relayed else sparse_bits(self.auto.down(density))
         return self.numel * (up + down) / 8
+
+    def _spent(self, every: int, density: float, lines: Mapping[str, tuple[float, float]], step: float) -> float:
+        """Bytes a second of all sites, both ways."""
+        return len(lines) * self._nbytes(density) / (every * step) if step > 0 else math.inf
 
     def _busy(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
         """Seconds for which the bytes of a round fill the slowest link."""

@@ -15,7 +15,7 @@ from weightgrad import event_log
 from weightgrad.core.strategies import PRESETS
 from weightgrad.errors import RecipeError
 from weightgrad.lab.recipes.recipe import Recipe
-from weightgrad.lab.run.simulation import Progress, chosen_strategy, rate_of, simulate
+from weightgrad.lab.run.simulation import Progress, chosen_strategy, fitted_strategy, rate_of, simulate
 from weightgrad.lab.run.task import Training
 
 ROOT = Path(__file__).parents[3]
@@ -121,3 +121,20 @@ def test_schedules() -> None:
     assert rates([], [0, 150]) == [0.05, 0.025]
     assert rates(["training.schedule={decay: 0.1, at: [10, 20]}"], [9, 10, 20]) == [0.05, 0.005, 0.0005]
     assert rates(["training.schedule=constant", "training.warmup=10"], [0, 9]) == [0.005, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares", "aggregator"),
+    [
+        ([], "updates", "sender_mean"),
+        (["training.optimizer={name: sgd, lr: 0.1}"], "updates", "mean"),
+        (["compute.seconds_per_step=10"], "gradients", "mean"),
+        (["compute.seconds_per_step=10", "training.optimizer={name: sgd, lr: 0.1}"], "updates", "mean"),
+        (["compute.seconds_per_step=10", "strategy.shares=updates"], "updates", "mean"),
+        (["compute.seconds_per_step=calibrate"], "updates", "sender_mean"),
+    ],
+)
+def test_auto_is_fitted_to_the_optimizer_and_the_links(settings: list[str], shares: str, aggregator: str) -> None:
+    recipe = Recipe.load(Path(__file__).parents[3] / "recipes" / "gpt.yaml").with_settings(settings)
+    found = fitted_strategy(recipe, 167_552)
+    assert (found.shares, found.aggregator) == (shares, aggregator)

@@ -95,7 +95,7 @@ def fitted_strategy(recipe: Recipe, numel: int) -> Strategy:
     strategy = chosen_strategy(recipe)
     steps = [site.compute.seconds_per_step for site in recipe.site_list]
     shortest = min((float(seconds) for seconds in steps if seconds != "calibrate"), default=math.inf)
-    near = _NEAR * shortest >= _round_seconds(recipe, numel * _NEAR_BITS)
+    near = math.isfinite(shortest) and _round_seconds(recipe, numel * _NEAR_BITS) <= _NEAR * shortest
     strategy = strategy.with_optimizer(recipe.training.optimizer.name, near=near)
     if not strategy.hide:
         return strategy
