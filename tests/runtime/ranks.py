@@ -31,6 +31,7 @@ from weightgrad.kernels import fixed
 from weightgrad.runtime import final_model, process_group
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter, layout_of, trainable
+from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.replicas import Sharding
@@ -216,6 +217,9 @@ def save(out: Path) -> None:
         coordinator.version, coordinator.progress.step = 1, 1
     checkpoint.write(1, coordinator)
     checkpoint.wait()
+    portable = PortableState.of(checkpoint, SiteGroup(), 1, coordinator)
+    if coordinator is not None:
+        (out / "state" / "portable").write_bytes(portable)
     leave(out, **site_state(trained, shard, coordinator))
 
 
@@ -223,6 +227,15 @@ def restore(out: Path) -> None:
     """Come back from the checkpoint, with other weights to begin with."""
     checkpoint, trained, shard, coordinator = site_of_ranks(out / "state", seed=9)
     assert checkpoint.restore(coordinator) == 1
+    leave(out, **site_state(trained, shard, coordinator))
+
+
+def restore_portable(out: Path) -> None:
+    """Come back from the bytes of `site.state_dict()`, with other weights to begin with."""
+    checkpoint, trained, shard, coordinator = site_of_ranks(out / "state", seed=9)
+    state = PortableState.read((out / "state" / "portable").read_bytes())
+    assert state.version == 1
+    assert state.restore(checkpoint, coordinator) == 1
     leave(out, **site_state(trained, shard, coordinator))
 
 
@@ -318,7 +331,7 @@ def passed_on(out: Path) -> None:
     leave(out, found=found, sent=group.sent_bytes, sizes=sizes)
 
 
-KINDS = (fsdp2, columns, save, restore, write_model, local_server, passed_on)
+KINDS = (fsdp2, columns, save, restore, restore_portable, write_model, local_server, passed_on)
 CASES: dict[str, Callable[[Path], None]] = {one.__name__: one for one in KINDS}
 
 

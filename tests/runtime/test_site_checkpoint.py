@@ -30,11 +30,11 @@ def together(ranks: list[dict[str, Any]], name: str) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_two_ranks_have_saved_any_number_loads(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "ranks"), [("restore", 1), ("restore", 2), ("restore", 3), ("restore_portable", 3)])
+def test_what_two_ranks_have_saved_any_number_loads(how: str, ranks: int, tmp_path: Path) -> None:
     saved = run("save", 2, tmp_path / "saved")
     shutil.copytree(tmp_path / "saved" / "state", tmp_path / "loaded" / "state")
-    loaded = run("restore", ranks, tmp_path / "loaded")
+    loaded = run(how, ranks, tmp_path / "loaded")
     assert len(loaded) == ranks
     for name in saved[0]["vectors"]:
         wanted = together(saved, name)
