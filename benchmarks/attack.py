@@ -41,10 +41,9 @@ def make_model() -> nn.Module:
     return nn.Linear(64, 32)
 
 
-def train(address: str, name: str, certs: Path, *, steps: int, until: threading.Event) -> None:
-    """An honest site: so many steps, or until the attack is over and then as many."""
+def train(address: str, name: str, certs: Path, model: nn.Module, steps: int) -> None:
+    """An honest site, for so many steps."""
     site = join(address, site=name, credentials=certs)
-    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     site.prepare(model, optimizer)
     while site.steps < steps:
@@ -52,22 +51,22 @@ def train(address: str, name: str, certs: Path, *, steps: int, until: threading.
         x = torch.ones(4, 64) * (1.0 if name == "east" else 0.7)
         model(x).square().sum().backward()
         optimizer.step()
-    until.wait(0)
     site.leave()
 
 
 def run(certs: Path, *, steps: int, sessions: int, seed: int) -> tuple[str, HostileSite | None, float]:
     """A run. Returns the digest of its model, the hostile site, and by how many MB the process has grown."""
-    config = RunConfig(SITES, lambda numel: find("diloco", {"every": 1, "aggregator": "mean", "t_global": 1.0}), seed=3)
+    config = RunConfig(
+        SITES, lambda numel: find("diloco", {"every": 1, "aggregator": "mean", "t_global": 10.0}), seed=3
+    )
     credentials = Credentials.load(certs, server=True)
     transport = GrpcServer("127.0.0.1:0", credentials=credentials.for_server())
     server = GlobalServer(config, ServeOptions(guard=Guard()), transport, credentials)
     serving = threading.Thread(target=server.run, daemon=True)
     serving.start()
-    address, over = f"127.0.0.1:{transport.port}", threading.Event()
+    address = f"127.0.0.1:{transport.port}"
     sites = [
-        threading.Thread(target=train, args=(address, name, certs), kwargs={"steps": steps, "until": over})
-        for name in ("east", "west")
+        threading.Thread(target=train, args=(address, name, certs, make_model(), steps)) for name in ("east", "west")
     ]
     for site in sites:
         site.start()
@@ -84,7 +83,6 @@ def run(certs: Path, *, steps: int, sessions: int, seed: int) -> tuple[str, Host
             grown = max(grown, resident_mb())
     for site in sites:
         site.join()
-    over.set()
     assert server.process.serving is not None
     digest = server.process.serving.shard.global_model.digest()
     server.stop()
