@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     importlib.import_module("tests.accelerator.cases").main(*sys.argv[1:])
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)  # autograd has a thread for the device, which an interpreter that ends cannot join

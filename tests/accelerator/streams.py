@@ -208,6 +208,10 @@ class DeviceModule:
     def manual_seed_all(self, seed: int) -> None:
         """It has no generator."""
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """What autocast may use."""
+        return [torch.float16, torch.bfloat16]
+
     def get_rng_state(self, device: object = None) -> Tensor:
         """It has no generator."""
         del device
