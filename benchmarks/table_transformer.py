@@ -58,7 +58,6 @@ QUICK = Plan(
     recipe="laptop",
     settings=("training.optimizer={name: adamw, lr: 0.002}", "model={name: mlp, options: {width: 8, depth: 1}}"),
 )
-FULL = Plan(steps=500, seeds=3)
 
 
 def recipe(plan: Plan, steps: int) -> Recipe:
@@ -85,7 +84,9 @@ def part_of(steps: int) -> str:
 
 def wanted(plan: Plan) -> list[Cell]:
     """The runs of every strategy, of both lengths."""
-    return [cell for steps in lengths(plan) for cell in cells(part_of(steps), recipe(plan, steps), ROWS, plan.seeds)]
+    found = [cell for steps in lengths(plan) for cell in cells(part_of(steps), recipe(plan, steps), ROWS, plan.seeds)]
+    rows = list(ROWS)
+    return sorted(found, key=lambda cell: (cell.key.seed, rows.index(cell.row)))
 
 
 def reached(runs: Sequence[Run], loss: float, key: str) -> float | None:
@@ -199,4 +200,4 @@ def make(plan: Plan, options: Options) -> Document:
 
 
 if __name__ == "__main__":
-    main(Plan(), QUICK, __doc__ or "", make, full=FULL)
+    main(Plan(), QUICK, __doc__ or "", make)
