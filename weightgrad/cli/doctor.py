@@ -1,33 +1,67 @@
-"""`weightgrad doctor`: versions, processor and kernels of this machine, and which extras are installed."""
+"""`weightgrad doctor`: this machine, and the way to the global server, looked at before a run."""
 
 from __future__ import annotations
 
+import json
 import platform
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 
 import weightgrad
-from weightgrad import kernels
+from weightgrad import kernels, units
 from weightgrad.extras import extras
 from weightgrad.machine import processor
+from weightgrad.runtime.site_checks import Level, site_findings
+
+_COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
 
-def doctor() -> None:
-    """Print which kernels are in use and why, and what else belongs in a bug report."""
+def doctor(
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The global server, to look at the way there too.")
+    ] = None,
+    credentials: Annotated[Path | None, typer.Option(help="The certificates of this site.", file_okay=False)] = None,
+    site: Annotated[
+        str | None, typer.Option(help="The site, where --credentials is the directory of all machines.")
+    ] = None,
+    state: Annotated[Path | None, typer.Option(help="The state directory of the run.", file_okay=False)] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory that a rank needs, e.g. 40 GB; `weightgrad plan` says it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Print versions and kernels, and check what a run needs; ends with 1 if something would fail."""
     console = Console(highlight=False, soft_wrap=True)
     cuda = f"{torch.cuda.device_count()} device(s)" if torch.cuda.is_available() else "none"
-    for name, value in (
-        ("weightgrad", weightgrad.__version__),
-        ("kernels", kernels.status()),
-        ("on GPUs", kernels.gpu_status()),
-        ("threads", f"{kernels.get_threads()} for large buffers"),
-        ("processor", processor()),
-        ("python", platform.python_version()),
-        ("torch", torch.__version__),
-        ("cuda", cuda),
-    ):
-        console.print(f"{name:12}{value}")
-    for extra in extras():
-        there = f"not installed ({', '.join(extra.missing)}); pip install 'weightgrad[{extra.name}]'"
-        console.print(f"[{extra.name}]: {extra.adds}: {there if extra.missing else 'installed'}", markup=False)
+    facts = {
+        "weightgrad": weightgrad.__version__,
+        "kernels": str(kernels.status()),
+        "on GPUs": str(kernels.gpu_status()),
+        "threads": f"{kernels.get_threads()} for large buffers",
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": cuda,
+    }
+    needed = units.size(memory) if memory is not None else 0.0
+    checks = list(site_findings(server, credentials, state, site=site, memory_bytes=needed))
+    if as_json:
+        found = [{"check": one.check, "level": one.level.value, "text": one.text} for one in checks]
+        print(json.dumps({**facts, "checks": found}, indent=1))
+    else:
+        for name, value in facts.items():
+            console.print(f"{name:12}{value}", markup=False)
+        for extra in extras():
+            there = f"not installed ({', '.join(extra.missing)}); pip install 'weightgrad[{extra.name}]'"
+            console.print(f"[{extra.name}]: {extra.adds}: {there if extra.missing else 'installed'}", markup=False)
+        console.print()
+        for one in checks:
+            colour = _COLOURS[one.level]
+            console.print(f"[{colour}]{one.level.value:8}[/] {one.check:12}", end="")
+            console.print(one.text, markup=False)
+    if any(one.level is Level.FAILURE for one in checks):
+        raise typer.Exit(1)

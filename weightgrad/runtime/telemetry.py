@@ -37,6 +37,7 @@ class Telemetry:
     def __init__(self, events: EventLog | None, metrics: ServerMetrics) -> None:
         self._events, self.metrics = events, metrics
         self._began = time.monotonic()
+        self._away: set[str] = set()  # sites whose connection was lost, or closed
         self._opened: dict[int, float] = {}  # when the first push of an open round came
         self._full = False  # the event log could not be written
 
@@ -75,6 +76,9 @@ class Telemetry:
         self.metrics.site_step.labels(site=push.site).set(push.step)
         self.metrics.site_staleness_versions.labels(site=push.site).set(version - push.seen)
         self.metrics.site_up.labels(site=push.site).set(1)
+        if push.site in self._away:
+            self._away.discard(push.site)
+            self.write("connection", site=push.site, up=True, left=False)
         self._opened.setdefault(push.round, self.now)
 
     def joined(self, join: Join) -> None:
@@ -95,6 +99,8 @@ class Telemetry:
         else:
             server_log.warning("%s: connection lost", site)
         self.metrics.site_up.labels(site=site).set(0)
+        self._away.add(site)
+        self.write("connection", site=site, up=False, left=left)
 
     def gone(self, site: str, *, waited_for: bool) -> None:
         """Note that the process of a site has ended without leaving, and whether rounds wait until `t_global`."""

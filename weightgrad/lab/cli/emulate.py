@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from weightgrad.lab.cli import recipe_argument
+from weightgrad.lab.page.watched_run import watched_run
 from weightgrad.lab.report import validation_table
 from weightgrad.lab.report.choices import parse_choices, safe_name
 from weightgrad.lab.report.progress import watching_deployment
@@ -45,6 +46,9 @@ def emulate(
     predict: Annotated[
         bool, typer.Option("--predict", help="Simulate it too, and print the simulator's error.")
     ] = False,
+    page: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve a live page there, e.g. 127.0.0.1:7445.")
+    ] = None,
 ) -> None:
     """Run a recipe as real processes over links with the recipe's bandwidth, delay, loss and faults."""
     chosen = recipe_argument.load(recipe, settings)
@@ -72,7 +76,10 @@ def emulate(
             directory = directory / safe_name(name) if out and len(runs) > 1 else directory
             say(f"{name}:")
             try:
-                with watching_deployment(console, run.training.steps) as watch:
+                with (
+                    watched_run(page, directory, say, name="emulate"),
+                    watching_deployment(console, run.training.steps) as watch,
+                ):
                     summary = emulation.emulate(
                         run, directory, wan, emulate_compute=emulate_compute, watch=watch, happened=say
                     )

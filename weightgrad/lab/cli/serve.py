@@ -15,6 +15,7 @@ from weightgrad.core.optimizer_spec import allow_optimizer
 from weightgrad.errors import RecipeError, RunError, StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.lab.cli import recipe_argument
+from weightgrad.lab.page.watched_run import watched_run
 from weightgrad.lab.recipes import site_list
 from weightgrad.lab.recipes.document import Document
 from weightgrad.lab.recipes.recipe import Recipe
@@ -82,12 +83,18 @@ def serve(
     first_site: Annotated[
         str | None, typer.Option(help="The site that sends the first global model; default: the first that enters.")
     ] = None,
+    page: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve a live page there, e.g. 127.0.0.1:7445; needs --out."),
+    ] = None,
 ) -> None:
     """Run the global server for the sites of a recipe, or for --sites: aggregate their updates, send the results."""
     config = _run_config(recipe, sites, strategy, settings)
     for path in optimizer or ():
         allow_optimizer(path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+    if page is not None and out is None:
+        raise StrategyError("--page shows the event log of --out DIR; give --out too")
     if insecure and not is_loopback(listen):
         raise StrategyError(f"--insecure is for this machine only, not for {listen}; use --listen 127.0.0.1:PORT")
     if credentials is None and not insecure:
@@ -113,7 +120,7 @@ def serve(
     )
     logging.info("listening on port %d", transport.port)
     server: GlobalServer | ServerWorker
-    page: health.HealthServer | None = None
+    monitor: health.HealthServer | None = None
     if group.number:
         revoked = Revoked(found.directory / "revoked.txt") if found is not None else None
         checks = Admission(config, secure=found is not None, revoked=revoked, on_refused=lambda reason: None)
@@ -131,15 +138,16 @@ def serve(
             first_site=first_site,
         )
         server = GlobalServer(config, options, transport, found, events, group=group)
-        page = health.serve(metrics, server.metrics, server.status)
-        logging.info("metrics and health on port %d", page.port)
+        monitor = health.serve(metrics, server.metrics, server.status)
+        logging.info("metrics and health on port %d", monitor.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     try:
-        server.run()
+        with watched_run(page if first else None, out or Path(), logging.info, name="server", certificates=credentials):
+            server.run()
     finally:
-        if page is not None:
-            page.stop()
+        if monitor is not None:
+            monitor.stop()
         if events is not None:
             events.close()
 

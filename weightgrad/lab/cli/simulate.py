@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from weightgrad.lab.cli import recipe_argument
+from weightgrad.lab.page.watched_run import watched_run
 from weightgrad.lab.report.choices import safe_name
 from weightgrad.lab.report.progress import watching
 from weightgrad.lab.report.summary import show_run
@@ -24,6 +25,9 @@ def simulate(
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.", show_default="runs/NAME-STRATEGY", file_okay=False)
     ] = None,
+    page: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve a live page there, e.g. 127.0.0.1:7445.")
+    ] = None,
 ) -> None:
     """Train a recipe in the simulator: training is real, time and links are modelled."""
     chosen = recipe_argument.load(recipe, settings)
@@ -31,7 +35,12 @@ def simulate(
     console = Console(highlight=False)
     key = f"{chosen.name}, {chosen.strategy.name}"
     try:
-        with watching(console) as listener:
+        with (
+            watched_run(
+                page, directory, lambda line: console.print(line, markup=False, soft_wrap=True), name="simulator"
+            ),
+            watching(console) as listener,
+        ):
             listener.started(key)
             summary = simulation.simulate(chosen, directory, watch=lambda progress: listener.progressed(key, progress))
             listener.ended(key, None)

@@ -216,6 +216,7 @@ class Emulation:
 
     def _apply(self, action: FaultAction) -> None:
         self.happened(str(action))
+        self._write_fault(action)
         what, where = action.what, action.where
         name = "server" if where[0] == self.recipe.server.name else where[0]
         if what == "kill":
@@ -237,6 +238,12 @@ class Emulation:
                 self.happened(f"  {where[0]} had no worker {where[1]} at that moment")
         else:
             self._set_rate(action)
+
+    def _write_fault(self, action: FaultAction) -> None:
+        """Note a fault beside the event log, by the server's clock as far as its last line tells it."""
+        known = launch.read_events(self.out / "events.jsonl")
+        with event_log.EventLog(self.out / "faults.jsonl", append=True) as faults:
+            faults.write("fault", known[-1]["t"] if known else 0.0, what=action.what, where=list(action.where))
 
     def _set_rate(self, action: FaultAction) -> None:
         where, slow = action.where, self._slow.setdefault(action.where, [])

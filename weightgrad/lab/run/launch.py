@@ -176,7 +176,7 @@ def prepare(recipe: Recipe, out: Path, names: Sequence[str] = ("localhost",)) ->
     """Make a run directory with the recipe and certificates; `names` are the server's host names or addresses."""
     for name in ("certs", "logs", "state"):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("events.jsonl", "summary.json", "model.safetensors", "master.safetensors"):
+    for name in ("events.jsonl", "faults.jsonl", "summary.json", "model.safetensors", "master.safetensors"):
         (out / name).unlink(missing_ok=True)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "recipe.yaml").write_text(recipe.to_yaml())

@@ -1,0 +1,144 @@
+"""What the page says is what the event logs say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightgrad.event_log import EventLog
+from weightgrad.lab.page.run_reader import RunReader
+from weightgrad.lab.page.run_state import RunState, thin
+
+RECIPE = {
+    "server": {"name": "ohio"},
+    "sites": [{"name": "virginia"}, {"name": "edge-{}", "count": 2}],
+    "links": [{"between": ["ohio", "virginia"], "bandwidth": 5e7, "delay": 0.006, "loss": 0.01}],
+    "training": {"steps": 100},
+    "strategy": {"name": "auto"},
+}
+
+
+def state(*lines: tuple[str, dict[str, Any]]) -> RunState:
+    found = RunState(RECIPE, "run")
+    for source, line in lines:
+        found.add(source, line)
+    return found
+
+
+def round_(t: float, version: int, pushes: list[list[Any]], **more: Any) -> tuple[str, dict[str, Any]]:
+    facts = {"version": version, "step": version, "senders": [name for name, _ in pushes], "pushes": pushes}
+    return "", {"kind": "round", "t": t, "up_bytes": 300, "down_bytes": 100, **facts, **more}
+
+
+def test_sites_of_a_template_are_there_from_the_start() -> None:
+    assert [site["name"] for site in state().view()["sites"]] == ["virginia", "edge-1", "edge-2"]
+    assert state().view()["status"] == "waiting"
+
+
+def test_clocks_of_sites_are_put_beside_the_servers() -> None:
+    found = state(
+        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 200}),
+        ("edge-1", {"kind": "push", "t": 5.0, "round": 1, "step": 1, "bytes": 100}),
+        round_(11.0, 1, [["virginia", 1], ["edge-1", 1]]),
+        ("virginia", {"kind": "push", "t": 2.0, "round": 2, "step": 2, "bytes": 200}),
+        ("edge-1", {"kind": "push", "t": 5.8, "round": 2, "step": 2, "bytes": 100}),
+        round_(13.5, 2, [["virginia", 2], ["edge-1", 2]]),
+    )
+    assert found.sites["virginia"].offset == pytest.approx(10.0)
+    assert found.sites["edge-1"].offset == pytest.approx(6.0)
+    last = found.view()["last_round"]
+    assert last["late"] == "virginia"  # it pushed at 12.0, edge-1 at 11.8
+    assert last["margin"] == pytest.approx(0.2)
+    virginia = found.view()["sites"][0]
+    assert (virginia["up_bytes"], virginia["down_bytes"], virginia["rounds"]) == (400, 200, 2)
+    assert virginia["exchange_seconds"] == pytest.approx(1.5)
+
+
+def test_a_lost_connection_is_a_fault_until_it_is_back() -> None:
+    found = state(("", {"kind": "site_joined", "t": 0.0, "site": "virginia", "version": 0}))
+    assert found.view()["sites"][0]["connected"] is True
+    found.add("", {"kind": "connection", "t": 3.0, "site": "virginia", "up": False, "left": False})
+    view = found.view()
+    assert view["sites"][0]["connected"] is False
+    assert view["sites"][0]["cuts"] == 1
+    found.add("", {"kind": "connection", "t": 5.0, "site": "virginia", "up": True, "left": False})
+    view = found.view()
+    assert view["sites"][0]["connected"] is True
+    assert [fault["kind"] for fault in view["faults"]] == ["recovery", "fault"]
+
+
+def test_leaving_in_order_is_no_fault() -> None:
+    found = state(("", {"kind": "connection", "t": 3.0, "site": "virginia", "up": False, "left": True}))
+    assert found.view()["faults"] == []
+    assert found.view()["sites"][0]["finished"] is True
+
+
+def test_a_cut_lasts_until_it_heals() -> None:
+    found = state(("", {"kind": "fault", "t": 1.0, "what": "cut", "where": ["ohio", "virginia"]}))
+    assert found.view()["sites"][0]["cut"] is True
+    found.add("", {"kind": "fault", "t": 2.0, "what": "heal", "where": ["ohio", "virginia"]})
+    assert found.view()["sites"][0]["cut"] is False
+
+
+def test_decisions_agreement_and_dollars() -> None:
+    schedule = {"every": 4, "overlap": 2, "up": "a", "down": "b", "why": "because", "version": 1}
+    found = state(
+        ("", {"kind": "schedule", "t": 1.0, **schedule}),
+        round_(3600.0, 1, [["virginia", 1]], common=10, same=7),
+    )
+    view = found.view(dollars_gb=1e9)
+    assert view["decisions"][0]["why"] == "because"
+    assert view["agreement"] == pytest.approx(0.7)
+    assert view["dollars"] == pytest.approx(300 + 3 * 100)
+    assert view["dollars_hour"] == pytest.approx(600)
+
+
+def test_steps_and_waits_share_the_timeline() -> None:
+    lines = [
+        ("", {"kind": "step", "t": 1.0, "site": "virginia", "step": 1, "loss": 2.0}),
+        ("", {"kind": "wait", "t": 1.5, "site": "virginia", "step": 1, "seconds": 0.5, "why": "result"}),
+        ("", {"kind": "step", "t": 2.0, "site": "virginia", "step": 2, "loss": None}),
+    ]
+    view = state(*lines).view()
+    (own,) = view["timeline"]["sites"]
+    assert own["steps"] == [[1.5, 2.0, 2]]
+    assert own["waits"] == [(1.0, 1.5, "result")]
+    assert view["loss"] == {"virginia": [(1, 2.0)]}
+    json.dumps(view, allow_nan=False)
+
+
+def test_curves_are_thinned_and_keep_their_end() -> None:
+    points = [(step, float(step)) for step in range(5000)]
+    assert len(thin(points)) <= 402
+    assert thin(points)[-1] == points[-1]
+
+
+def test_a_log_is_read_as_it_grows_and_anew_when_it_is_replaced(tmp_path: Path) -> None:
+    reader, path = RunReader(tmp_path), tmp_path / "events.jsonl"
+    assert list(reader.new_events()) == []
+    with EventLog(path) as log:
+        log.write("step", 1.0, step=1)
+        assert [event["step"] for _, event in reader.new_events()] == [1]
+        log.write("step", 2.0, step=2)
+    with path.open("ab") as file:
+        file.write(b'{"kind":"step","t":3,"st')
+        file.flush()
+        assert [event["step"] for _, event in reader.new_events()] == [2]
+        file.write(b'ep":3}\nnot json\n[]\n')
+    assert [event["step"] for _, event in reader.new_events()] == [3]
+    assert not reader.restarted()
+    with EventLog(path, replace=True) as log:
+        log.write("step", 1.0, step=7)
+    assert reader.restarted()
+    assert [event["step"] for _, event in reader.new_events()] == [7]
+
+
+def test_logs_of_sites_are_named_by_their_directory(tmp_path: Path) -> None:
+    for name in ("virginia", "server"):
+        (tmp_path / "state" / name).mkdir(parents=True)
+        with EventLog(tmp_path / "state" / name / "events.jsonl") as log:
+            log.write("step", 1.0, step=1)
+    assert [source for source, _ in RunReader(tmp_path).new_events()] == ["virginia"]

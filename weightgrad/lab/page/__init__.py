@@ -1,0 +1,1 @@
+"""The live page of a run, and of a run that has finished."""

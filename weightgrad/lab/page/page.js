@@ -1,0 +1,227 @@
+"use strict";
+// The live page: draws what /events sends. Text is always set as text, never as markup.
+const SVG = "http://www.w3.org/2000/svg";
+const by = (id) => document.getElementById(id);
+
+function unit(value, steps, space) {
+  if (value === null || value === undefined || !isFinite(value)) return "–";
+  let scaled = value, name = steps[0];
+  for (const next of steps.slice(1)) {
+    if (Math.abs(scaled) < 999.5) break;
+    scaled /= 1000; name = next;
+  }
+  return Number(scaled.toPrecision(3)) + (space === undefined ? " " : space) + name;
+}
+const bytes = (v) => unit(v, ["B", "kB", "MB", "GB", "TB", "PB"]);
+const rate = (v) => unit(v, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"]);
+function seconds(v) {
+  if (v === null || v === undefined) return "–";
+  if (Math.abs(v) < 1) return Number((1000 * v).toPrecision(3)) + " ms";
+  if (v < 120) return Number(v.toPrecision(3)) + " s";
+  if (v < 7200) return Number((v / 60).toPrecision(3)) + " min";
+  return v < 172800 ? Number((v / 3600).toPrecision(3)) + " h" : Number((v / 86400).toPrecision(3)) + " d";
+}
+const percent = (v) => (v === null || v === undefined ? "–" : (100 * v).toFixed(v < 0.1 ? 1 : 0) + " %");
+const number = (v, digits) => (v === null || v === undefined ? "–" : Number(v.toPrecision(digits || 4)).toLocaleString("en"));
+
+function element(name, text, kind) {
+  const found = document.createElement(name);
+  if (text !== undefined) found.textContent = text;
+  if (kind) found.className = kind;
+  return found;
+}
+function shape(parent, name, attributes, text) {
+  const found = document.createElementNS(SVG, name);
+  for (const key in attributes) found.setAttribute(key, attributes[key]);
+  if (text !== undefined) found.textContent = text;
+  parent.appendChild(found);
+  return found;
+}
+function picture(id, width, height, label) {
+  const found = document.createElementNS(SVG, "svg");
+  found.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  found.setAttribute("role", "img");
+  found.setAttribute("aria-label", label);
+  by(id).replaceChildren(found);
+  return found;
+}
+function nothing(id, text) { by(id).replaceChildren(element("p", text, "none")); }
+
+function table(id, heads, rows) {
+  const head = element("tr");
+  heads.forEach((text) => head.appendChild(element("th", text)));
+  const body = rows.map((cells) => {
+    const row = element("tr");
+    cells.forEach((cell) => row.appendChild(cell instanceof Node ? cell : element("td", cell)));
+    return row;
+  });
+  by(id).replaceChildren(head, ...body);
+}
+
+function tiles(d) {
+  const step = Math.max(0, ...d.sites.map((s) => s.step));
+  const late = d.last_round && d.last_round.late ? d.last_round.late : "–";
+  const rows = [
+    [d.steps ? `${step} / ${d.steps}` : String(step), "step"], [String(d.rounds), "rounds"], [seconds(d.t), "time"],
+    [bytes(d.up_bytes + d.down_bytes), "WAN bytes so far"], ["$" + d.dollars.toFixed(2), `so far, $${d.dollars_hour.toFixed(2)} an hour`],
+    [late, "last to come in the last round"],
+  ];
+  if (d.agreement !== null) rows.push([percent(d.agreement), "signs that sites agree on"]);
+  by("tiles").replaceChildren(...rows.map(([value, text]) => {
+    const tile = element("div", undefined, "tile");
+    tile.append(element("b", value), element("span", text));
+    return tile;
+  }));
+}
+
+function tree(d) {
+  const n = d.sites.length, narrow = window.innerWidth < 760, shown = d.sites.slice(0, 24);
+  const columns = Math.min(n || 1, narrow ? 2 : 5), rows = Math.ceil(shown.length / columns);
+  const width = narrow ? 420 : 1100, cell = width / columns, height = 90 + rows * 140;
+  const svg = picture("tree", width, height, "sites, links and the global server");
+  const sx = width / 2, sy = 40;
+  const most = Math.max(1, ...shown.map((s) => s.up_bit_s + s.down_bit_s));
+  const places = shown.map((s, i) => [cell * (i % columns + 0.5), 160 + Math.floor(i / columns) * 140]);
+  shown.forEach((s, i) => {
+    const down = (s.cut || s.connected === false) && !s.finished, flow = s.up_bit_s + s.down_bit_s;
+    shape(svg, "line", { x1: sx, y1: sy, x2: places[i][0], y2: places[i][1], class: "edge" + (down ? " bad" : flow ? "" : " idle"),
+      "stroke-width": 1.5 + 5 * Math.sqrt(flow / most) });
+  });
+  shape(svg, "rect", { x: sx - 80, y: sy - 22, width: 160, height: 44, rx: 12, class: "node" });
+  shape(svg, "text", { x: sx, y: sy - 2, "text-anchor": "middle" }, d.server);
+  shape(svg, "text", { x: sx, y: sy + 14, "text-anchor": "middle", class: "soft" }, `version ${d.version}`);
+  shown.forEach((s, i) => {
+    const [x, y] = places[i], down = (s.cut || s.connected === false) && !s.finished, w = Math.min(cell - 12, 200);
+    shape(svg, "rect", { x: x - w / 2, y: y - 26, width: w, height: 84, rx: 12, class: "node" + (down ? " bad" : "") });
+    shape(svg, "text", { x, y: y - 8, "text-anchor": "middle" }, s.name);
+    const state = s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
+    shape(svg, "text", { x, y: y + 8, "text-anchor": "middle", class: down ? "soft bad" : "soft" }, state);
+    shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
+    const trip = s.delay_seconds === null || s.delay_seconds === undefined ? "" : `trip ${seconds(2 * s.delay_seconds)}`;
+    const lost = s.loss_rate ? `, loss ${percent(s.loss_rate)}` : "";
+    const cuts = s.cuts ? `, ${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : "";
+    shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, `${rate(s.bandwidth_bit_s)} ${trip}${lost}${cuts}`);
+  });
+  if (n > shown.length) shape(svg, "text", { x: 4, y: height - 6, class: "soft" }, `and ${n - shown.length} more sites`);
+}
+
+function curve(id, series, format, label, limits) {
+  const names = Object.keys(series).filter((name) => series[name].length);
+  if (!names.length) return nothing(id, "nothing yet");
+  const W = 520, H = 230, L = 46, R = 8, T = 8, B = 24;
+  const all = names.flatMap((name) => series[name]);
+  const xs = all.map((p) => p[0]), ys = all.map((p) => p[1]);
+  let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  if (x0 === x1) { x0 -= 1; x1 += 1; }
+  if (limits) { y0 = Math.max(limits[0], y0 - 0.05); y1 = Math.min(limits[1], y1 + 0.05); }
+  if (y0 === y1) { y0 -= 0.5; y1 += 0.5; }
+  const X = (x) => L + (W - L - R) * (x - x0) / (x1 - x0), Y = (y) => H - B - (H - B - T) * (y - y0) / (y1 - y0);
+  const svg = picture(id, W, H, label);
+  for (let i = 0; i <= 4; i++) {
+    const y = y0 + (y1 - y0) * i / 4;
+    shape(svg, "line", { x1: L, x2: W - R, y1: Y(y), y2: Y(y), class: "grid" });
+    shape(svg, "text", { x: L - 6, y: Y(y) + 4, "text-anchor": "end", class: "soft" }, format(y));
+  }
+  shape(svg, "text", { x: L, y: H - 6, class: "soft" }, `step ${x0}`);
+  shape(svg, "text", { x: W - R, y: H - 6, "text-anchor": "end", class: "soft" }, `step ${x1}`);
+  names.forEach((name, i) => {
+    const points = series[name].map((p) => `${X(p[0]).toFixed(1)},${Y(p[1]).toFixed(1)}`).join(" ");
+    const line = shape(svg, "polyline", { points, class: "line", "data-series": i % 5 });
+    shape(line, "title", {}, name);
+    if (series[name].length < 40) series[name].forEach((p) => shape(svg, "circle", { cx: X(p[0]), cy: Y(p[1]), r: 3, "data-series": i % 5 }));
+    if (names.length > 1) shape(svg, "text", { x: W - R - 4, y: T + 14 + 16 * i, "text-anchor": "end", "data-series": i % 5 }, name);
+  });
+}
+
+function timeline(d) {
+  const { start, end, sites } = d.timeline, shown = sites.slice(0, 24);
+  if (!shown.length || end <= start) return nothing("timeline", "nothing yet");
+  const narrow = window.innerWidth < 760, W = narrow ? 560 : 1100, L = 92, row = 40, H = shown.length * row + 22;
+  const svg = picture("timeline", W, H, "steps, waiting and pushes of the last minute");
+  const X = (t) => L + (W - L - 4) * (Math.min(Math.max(t, start), end) - start) / (end - start);
+  const bar = (kind, a, b, y, h, text) => {
+    const found = shape(svg, "rect", { class: kind, x: X(a).toFixed(2), y, width: Math.max(0.7, X(b) - X(a) - 0.3).toFixed(2), height: h, rx: 1 });
+    shape(found, "title", {}, text);
+  };
+  for (let i = 0; i <= 4; i++) {
+    const t = start + (end - start) * i / 4;
+    shape(svg, "line", { x1: X(t), x2: X(t), y1: 0, y2: H - 18, class: "grid" });
+    shape(svg, "text", { x: X(t), y: H - 4, "text-anchor": i === 0 ? "start" : i === 4 ? "end" : "middle", class: "soft" }, seconds(t - end));
+  }
+  shown.forEach((s, i) => {
+    const y = i * row + 4;
+    shape(svg, "text", { x: 0, y: y + 15 }, s.site);
+    s.steps.forEach(([a, b, n]) => bar("step", a, b, y, 15, `step ${n}: ${seconds(b - a)}`));
+    s.waits.forEach(([a, b, why]) => bar("wait", a, b, y, 15, `waiting (${why}): ${seconds(b - a)}`));
+    s.pushes.forEach(([a, b, n, size]) => bar("push", a, b, y + 19, 7, `round ${n}: ${bytes(size)}, ${seconds(b - a)}`));
+  });
+}
+
+function sites(d) {
+  const heads = ["site", "step", "loss", "waiting, last minute", "waited", "last to come", "up", "down", "exchange", "residual", "codec error", "state"];
+  table("sites", heads, d.sites.map((s) => {
+    const down = (s.cut || s.connected === false) && !s.finished;
+    const state = element("td", s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
+    return [s.name, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
+      s.rounds ? `${s.last_of} of ${s.rounds}` : "–", bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds),
+      number(s.residual, 3), percent(s.error), state];
+  }));
+}
+
+function items(id, rows, none) {
+  if (!rows.length) return nothing(id, none);
+  by(id).replaceChildren(...rows.map(([text, small, kind]) => {
+    const item = element("div", undefined, "item");
+    item.append(element("span", text, kind), element("small", small));
+    return item;
+  }));
+}
+
+function show(d) {
+  document.title = `${d.name}: WeightGrad`;
+  by("name").textContent = d.name;
+  by("status").textContent = d.status;
+  by("status").className = "pill " + d.status;
+  const size = d.parameters ? `, ${d.parameters.toLocaleString("en")} parameters` : "";
+  by("lead").textContent = `${d.strategy}${size}, ${d.sites.length} sites, global server ${d.server}`;
+  tiles(d); tree(d); timeline(d); sites(d);
+  curve("loss", d.loss, (v) => number(v, 3), "loss by step");
+  curve("accuracy", { accuracy: d.accuracy }, percent, "accuracy by step", [0, 1]);
+  items("decisions", d.decisions.map((x) => [`a round every ${x.every} steps, ${x.up} up, ${x.down} down, ${x.overlap} steps late`,
+    `${seconds(x.t)}: ${x.why}`]), d.strategy === "auto" ? "nothing yet" : "this strategy is fixed");
+  items("faults", d.faults.map((x) => [x.what, seconds(x.t), x.kind === "fault" ? "bad" : "good"]), "none");
+  table("processes", ["process", "memory", "CPU"], d.processes.map((p) => [p.name, bytes(p.memory_bytes), percent(p.cpu)]));
+  if (!d.processes.length) by("processes").replaceChildren();
+  table("certificates", ["whose", "days left"], d.certificates.map((c) => [c.who, element("td", String(c.days), c.days < 14 ? "bad" : c.days < 30 ? "warn" : "")]));
+  document.body.dataset.version = d.version;
+  document.body.dataset.ready = "1";
+}
+
+// A run that goes on is followed by server-sent events; one that has ended is looked at now and then.
+const OVER = ["finished", "interrupted", "diverged", "failed"];
+const LOOK_MS = 5000;
+let latest = null;
+let stream = null;
+function follow(d) {
+  latest = d;
+  show(d);
+  if (OVER.includes(d.status)) {
+    if (stream) { stream.close(); stream = null; }
+    setTimeout(look, LOOK_MS);
+  } else if (!stream) {
+    stream = new EventSource("events" + window.location.search);
+    stream.onmessage = (message) => follow(JSON.parse(message.data));
+    stream.onerror = silent;
+  }
+}
+function silent() {
+  by("status").textContent = "silent";
+  by("status").className = "pill silent";
+}
+function look() {
+  fetch("data.json" + window.location.search, { cache: "no-store" })
+    .then((answer) => answer.json()).then(follow)
+    .catch(() => { if (!latest || !OVER.includes(latest.status)) silent(); setTimeout(look, LOOK_MS); });
+}
+look();
+window.addEventListener("resize", () => { if (latest) show(latest); });
