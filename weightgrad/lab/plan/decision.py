@@ -7,7 +7,7 @@ import torch
 from weightgrad import codecs, wire
 from weightgrad.codecs import cost
 from weightgrad.core import strategies
-from weightgrad.core.controller import Controller, Decision
+from weightgrad.core.controller import Decision
 from weightgrad.lab.plan.scenario import Scenario
 from weightgrad.wire.sync_schedule import Report
 
@@ -25,7 +25,7 @@ def auto_decision(scenario: Scenario, step_seconds: float | None = None) -> Deci
     strategy = strategies.find("auto")
     auto = strategy.auto
     assert auto is not None
-    controller = Controller(auto, scenario.layout.numel)
+    controller = auto.controller(scenario.layout.numel)
     controller.codec_bytes_s = cost.round_trip_bytes_s(strategy.wan_codec("up"), scenario.codec_speed)
     names = [site.name for site in scenario.sites]
     relays = len(names) <= strategy.relay

@@ -198,7 +198,7 @@ def steps_to_play(strategy: Strategy) -> int:
     elif isinstance(trigger, Significance):
         every = trigger.at_most
     elif isinstance(trigger, Scheduled):
-        every = strategy.auto.every * 4 if strategy.auto is not None else trigger.steps
+        every = trigger.steps * 4 if strategy.auto is not None else trigger.steps
     warm = max(_warm_up(strategy.wan_codec(way)) for way in ("up", "down"))
     wanted = max(_LEAST_STEPS, 2 * warm, 2 * _ROUNDS * every)
     limit = max(_MOST_STEPS, 4 * every)
