@@ -74,6 +74,7 @@ class Gradients:
     late: float = 0.25
 
     word: ClassVar[str]
+    every: ClassVar[int] = 1
     at_most: ClassVar[int] = 1
     """The most steps between two rounds: gradients are shared at every step."""
 
