@@ -129,6 +129,7 @@ class ModuleWeights:
         slots = {slot.name: slot for slot in layout.slots}
         self.parameters = sorted(parameters, key=lambda one: slots[one.name].start)
         self._source = source
+        self._written: list[tuple[Stretch, Tensor]] = []
         self._rows: dict[int, Tensor] = {}  # of parameters that are sharded otherwise, while a round works on them
         spans: list[Span] = []
         for place, one in enumerate(self.parameters):
@@ -280,7 +281,7 @@ class ModuleWeights:
         count = -(-stretch.size // distance)
         if stretch.parameter not in self._rows and self.parameters[stretch.parameter].rows() is None:
             whole = self._whole(stretch.parameter)  # its columns are as good a sample as its rows
-            own = None if whole is None else flat_local(whole)
+            own = None if whole is None else local_part(whole).reshape(-1)
         else:
             own = self._part(stretch)
         if own is None:
@@ -300,6 +301,7 @@ class ModuleWeights:
                     target.copy_(source) if target.data_ptr() != source.data_ptr() else None
             else:
                 self._copies_of(device).store(targets, sources)
+        self._put_back()
 
     @torch.no_grad()
     def add(self, intervals: Intervals, values: Tensor) -> None:
@@ -311,6 +313,7 @@ class ModuleWeights:
                     target += source
             else:
                 self._copies_of(device).add(targets, sources)
+        self._put_back()
 
     def _pairs(self, intervals: Intervals, values: Tensor) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
         """Parts of the parameters and the values that belong to them, by device."""
@@ -320,6 +323,7 @@ class ModuleWeights:
             if own is not None:
                 targets, sources = found.setdefault(own.device, ([], []))
                 targets.append(own)
+                self._written.append((stretch, own))
                 sources.append(values[stretch.offset : stretch.offset + stretch.size])
         return found
 
@@ -348,10 +352,12 @@ class ModuleWeights:
             if own is None or last == first:
                 continue
             places = indices[first:last] - stretch.offset
+            self._written.append((stretch, own))
             if own.device.type == "cpu":
                 own.index_add_(0, places, values[first:last].to(own.dtype))
             else:
                 self._copies_of(own.device).add_entries(own, places, values[first:last])
+        self._put_back()
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
         """Round values as the parameters would."""
@@ -385,15 +391,29 @@ class ModuleWeights:
         return parameter if self._source is None else self._source(parameter)
 
     def _part(self, stretch: Stretch) -> Tensor | None:
-        """The elements of a stretch, flat, in the parameter's own memory; None where there is no gradient."""
+        """The elements of a stretch, flat; None where there is no gradient.
+
+        They are in the parameter's own memory, or copies if that has another order, as channels_last has: whoever
+        writes to them notes it in `_written`, and calls `_put_back`.
+        """
         if stretch.parameter in self._rows:
             flat = self._rows[stretch.parameter].view(-1)
         else:
             tensor = self._whole(stretch.parameter)
             if tensor is None:
                 return None
-            flat = flat_local(tensor)
+            flat = local_part(tensor).reshape(-1)
         return flat[stretch.place : stretch.place + stretch.size]
+
+    def _put_back(self) -> None:
+        """Write what `_part` had to copy, and somebody has written to, into the parameters."""
+        written, self._written = self._written, []
+        for stretch, own in written:
+            tensor = None if stretch.parameter in self._rows else self._whole(stretch.parameter)
+            if tensor is not None and not (local := local_part(tensor)).is_contiguous():
+                flat = local.reshape(-1)
+                flat[stretch.place : stretch.place + stretch.size] = own
+                local.copy_(flat.view(local.shape))
 
 
 def gradients_of(weights: ModuleWeights, layout: Layout) -> ModuleWeights:
@@ -403,14 +423,18 @@ def gradients_of(weights: ModuleWeights, layout: Layout) -> ModuleWeights:
     )
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, in its own memory."""
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+
+
 def flat_local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor, as one dimension, in its own memory.
 
     Raises:
         StrategyError: Its memory is not contiguous, so that it has no such view.
     """
-    local = tensor.to_local() if is_sharded(tensor) else tensor
-    local = local.detach()
+    local = local_part(tensor)
     if not local.is_contiguous():
         raise StrategyError(
             f"a parameter of shape {list(local.shape)} with strides {local.stride()} is not contiguous; make it so "
