@@ -158,13 +158,12 @@ function timeline(d) {
 }
 
 function sites(d) {
-  const heads = ["site", "step", "loss", "waiting, last minute", "waited", "last to come", "up", "down", "exchange", "residual", "codec error", "state"];
+  const heads = ["site", "step", "loss", "waiting, last minute", "waited", "last to come", "up", "down", "exchange", "state"];
   table("sites", heads, d.sites.map((s) => {
     const down = (s.cut || s.connected === false) && !s.finished;
     const state = element("td", s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
     return [s.name, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
-      s.rounds ? `${s.last_of} of ${s.rounds}` : "–", bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds),
-      number(s.residual, 3), percent(s.error), state];
+      s.rounds ? `${s.last_of} of ${s.rounds}` : "–", bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds), state];
   }));
 }
 

@@ -41,8 +41,6 @@ class SiteView:
     rounds: int = 0
     last_of: int = 0  # rounds that waited for this site longest
     offset: float | None = None  # added to the site's clock, gives the server's
-    residual: float | None = None
-    error: float | None = None
     steps: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     waits: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     pushes: dict[int, tuple[float, int]] = field(default_factory=dict)  # by round: when it left, and its bytes
@@ -147,8 +145,6 @@ class RunState:
     def _on_push(self, source: str, t: float, event: Event) -> None:
         site = self._site(source)
         site.pushes[int(event["round"])] = (t, int(event["bytes"]))
-        if "residual" in event:
-            site.residual, site.error = event.get("residual"), event.get("error")
         site.up_bytes += int(event["bytes"])
         site.moved.append((t, float(event["bytes"]), 0.0))
         while len(site.pushes) > _KEPT:
@@ -315,8 +311,6 @@ class RunState:
             "exchange_seconds": self._exchange(site),
             "last_of": site.last_of,
             "rounds": site.rounds,
-            "residual": site.residual,
-            "error": site.error,
             "bandwidth_bit_s": link.get("bandwidth"),
             "delay_seconds": link.get("delay"),
             "loss_rate": link.get("loss"),
