@@ -199,6 +199,14 @@ def test_what_a_site_sends_that_is_set_aside_counts_and_it_is_taken_back() -> No
     assert member.aside == 2 * FIRST_ASIDE, "the next time it takes longer"
 
 
+def test_the_last_round_does_not_wait_for_a_site_that_is_set_aside() -> None:
+    one = server()
+    for _ in range(FAULTS):
+        one.coordinator.members.fault("c")
+    one.receive(push(1, UNIT, site="a", final=True), 0.0)
+    assert one.receive(push(1, UNIT, site="b", final=True), 0.0).closed
+
+
 def test_the_standing_of_a_site_survives_a_checkpoint() -> None:
     one, again = server(), server(sites="")
     for _ in range(FAULTS + 1):

@@ -91,7 +91,9 @@ class Members:
     def awaited(self) -> list[str]:
         """The names of the sites that rounds wait for: not those that are set aside, unless all are."""
         found = self.training
-        return [name for name in found if not self.by_name[name].aside] or found
+        others = any(one.live and one.done and not one.aside for one in self.by_name.values())
+        waited = [name for name in found if not self.by_name[name].aside]
+        return waited if waited or others else found  # where the others have finished, nobody waits for it either
 
     @property
     def training(self) -> list[str]:

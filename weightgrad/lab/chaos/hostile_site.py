@@ -175,13 +175,13 @@ class HostileSite:
     def others_names(self) -> None:
         """In the name of another site."""
         other = self._draw.choice(["east", "west", "", "x" * 200]) or "nobody"
-        messages: list[Message] = [Leave(site=other), replace(self._push(), site=other), Join(site=other, version=0)]
-        self._send(self._draw.choice(messages))
+        said: list[Message] = [Leave(site=other), replace(self._push(), site=other), Join(site=other, version=0)]
+        self._send(self._draw.choice(said))
 
     def noise(self) -> None:
         """Bytes that are no message, or one that is damaged."""
-        messages: list[Message] = [self._push(), Join(site=self._name, version=0), Leave(site=self._name)]
-        data = bytearray(pack(self._draw.choice(messages)))
+        said: list[Message] = [self._push(), Join(site=self._name, version=0), Leave(site=self._name)]
+        data = bytearray(pack(self._draw.choice(said)))
         for _ in range(self._draw.randint(1, 4)):
             data[self._draw.randrange(len(data))] = self._draw.randrange(256)
         self._send(self._draw.choice([bytes(data), self._draw.randbytes(self._draw.randint(0, 3000))]), control=True)
