@@ -329,7 +329,7 @@ def test_what_cannot_be_trained_is_refused_before_anybody_is_asked() -> None:
     site, model = wg.join("127.0.0.1:1", site="east", insecure=True), Loop().model
     with pytest.raises(StrategyError, match="parameters that the model has not"):
         site.prepare(model, Loop().optimizer)
-    with pytest.raises(StrategyError, match='it is "site" or "local"'):
+    with pytest.raises(StrategyError, match='it is "shared", "site" or "local"'):
         site.prepare(model, torch.optim.Adam(model.parameters()), buffers="global")
     with pytest.raises(StrategyError, match="no parameter that is trained"):
         site.prepare(model.requires_grad_(False), torch.optim.Adam(model.parameters()))
