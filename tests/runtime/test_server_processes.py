@@ -19,7 +19,7 @@ from weightgrad.core.strategies import Strategy, find
 from weightgrad.errors import CheckpointError, LinkError
 from weightgrad.runtime import server_storage
 from weightgrad.runtime.admission import AdmissionRequest, RunConfig
-from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.server import GlobalServer, ServeOptions, _closes
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_worker import ServerWorker
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer
@@ -86,8 +86,8 @@ class TwoProcesses:
         self.worker._introduce()
         self._hand_over_notes()
         self.coordinator._start_processes()
-        while self.coordinator._inbox._control:  # what the worker has said beside that it is there
-            self._coordinate()
+        while self._has_input():  # what the worker has said beside that it is there
+            self.coordinator._process_next()
 
     def _transport(self, name: str) -> InMemoryServer:
         made = InMemoryServer(InMemoryNetwork(), name)
@@ -134,9 +134,15 @@ class TwoProcesses:
 
     def _coordinate(self) -> None:
         self.coordinator._process_next()
-        rounds = self.coordinator.rounds
-        while self.coordinator._deferred and (rounds is None or not rounds.closing):
+        while self._has_input():
             self.coordinator._process_next()
+
+    def _has_input(self) -> bool:
+        """Whether the coordinator has a message that it may handle now: while a round closes, others have to wait."""
+        waiting = [one.item for one in self.coordinator._inbox._control]
+        if self.coordinator.rounds is not None and self.coordinator.rounds.closing:
+            return any(_closes(item) for item in waiting)
+        return bool(self.coordinator._deferred or waiting)
 
     def settle(self) -> None:
         """Everything on its way between the processes arrives."""
