@@ -14,9 +14,11 @@ ADDS = {
     "docs": "the documentation as a site",
     "images": "CIFAR-10, and folders of images",
     "lightning": "sites inside the Lightning Trainer",
+    "page": "the live page of a run: --page, and weightgrad page",
     "peft": "LoRA and its relatives",
     "ray": "compare --on ray, and sites as Ray Train jobs",
     "transformers": "sites inside the Hugging Face Trainer",
+    "triton": "kernels for GPUs",
 }
 """What an extra is for, by its name."""
 

@@ -160,5 +160,5 @@ def test_a_node_has_as_many_ranks_as_gpus(cluster: Cluster) -> None:
 
 def test_a_site_whose_step_fails_is_not_put_back(cluster: Cluster) -> None:
     cluster.program("torchrun", "#!/bin/bash\nexit 7\n")
-    cluster.submit("job", "--nodes=2", str(SLURM / "site.sbatch"), "train.py")
+    cluster.submit("job", "--nodes=1", str(SLURM / "site.sbatch"), "train.py")
     assert cluster.jobs["job"].wait(PATIENCE_S) == 7

@@ -50,10 +50,15 @@ def quick(**changes: Any) -> RunConfig:
 def close_rounds(hub: Hub, site: Hand, count: int = 3) -> None:
     """An honest site pushes, and gets its results."""
     for _ in range(count):
-        site.send_push(site.push(UPDATE))
-        while not isinstance(site.receive(), RoundResult):
+        site.send_push(push := site.push(UPDATE))
+        while not _has(site.receive(), push):
             pass
     assert hub.server.status()["healthy"]
+
+
+def _has(message: object, push: Push) -> bool:
+    """Whether a message is the result of the round that a push is in; results of before may come again after a Join."""
+    return isinstance(message, RoundResult) and message.included.get(push.site, -1) >= push.round
 
 
 # -- poisoned numbers ---------------------------------------------------------------------------
