@@ -57,7 +57,7 @@ def check(guard: Guard, one: Push) -> str | None:
 def close(guard: Guard, *, plausible: float = 0.0, final: str = "", round_: int = 1, **norms: Any) -> dict[str, str]:
     """What the guard says to the pushes of a round, by site."""
     pushes = [(push(round_, site=site, final=site in final), norm) for site, norm in norms.items()]
-    return {site: why for (site, _), why in guard.judge(pushes, plausible).items()}
+    return {site: why for (site, _), why in guard.out_of_line(pushes, plausible).items()}
 
 
 def warmed(rounds: int = 5, *, guard: Guard | None = None, **norms: Any) -> Guard:

@@ -75,7 +75,7 @@ class Guard:
             return f"{_name(push)} has norm {norm:.3g}, more than any training makes ({LARGEST:g})"
         return None
 
-    def judge(self, pushes: Sequence[tuple[Push, float]], plausible: float = 0.0) -> dict[tuple[str, int], str]:
+    def out_of_line(self, pushes: Sequence[tuple[Push, float]], plausible: float = 0.0) -> dict[tuple[str, int], str]:
         """Compare the pushes of a round that closes, and remember the norms of the good ones.
 
         Args:

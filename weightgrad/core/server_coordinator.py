@@ -335,7 +335,7 @@ class ServerCoordinator:
             if (push.site, push.round) not in closing.refused
         ]
         plausible = self.first_norm if rate is None else self.first_norm / rate if rate > 0 else math.inf
-        closing.out_of_line = self._guard.judge(norms, plausible)
+        closing.out_of_line = self._guard.out_of_line(norms, plausible)
         closing.refused |= closing.out_of_line
 
     def _limited(self, pushes: tuple[ClosedPush, ...], closing: OpenRound) -> tuple[ClosedPush, ...]:
