@@ -68,10 +68,18 @@ def _split(runs: Path) -> Path:
     return runs.parent / "validation"
 
 
-def cells(part: str, recipe: Recipe, rows: Mapping[str, Strategy], seeds: int, *, held_out: bool = False) -> list[Cell]:
+def cells(
+    part: str,
+    recipe: Recipe,
+    rows: Mapping[str, Strategy],
+    seeds: int,
+    *,
+    first_seed: int = 0,
+    held_out: bool = False,
+) -> list[Cell]:
     """The runs of every row, seed by seed; the first row is the reference of the others."""
     found = []
-    for seed in range(seeds):
+    for seed in range(first_seed, first_seed + seeds):
         for row, strategy in rows.items():
             chosen = recipe.with_settings([f"strategy={json.dumps(strategy)}", f"seed={seed}"])
             found.append(Cell(part, row, chosen, held_out))
