@@ -77,8 +77,11 @@ class HalfModel(FlatModel):
     def add(self, intervals: Intervals, values: Tensor) -> None:
         raise AssertionError("weights that round are computed anew")
 
-    def add_segment(self, segment: Segment, mode: int) -> None:
+    def add_segment(self, segment: Segment, mode: int, *, share: float = 1.0) -> None:
         raise AssertionError("weights that round are computed anew")
+
+    def views(self, intervals: Intervals) -> None:
+        del intervals
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
         del intervals

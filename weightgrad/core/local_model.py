@@ -55,8 +55,19 @@ class LocalModel(Protocol):
     def add(self, intervals: Intervals, values: Tensor) -> None:
         """Add float32 values to weights."""
 
-    def add_segment(self, segment: Segment, mode: int) -> None:
-        """Add (`fixed.ADD`) or subtract (`fixed.SUBTRACT`) what a segment decodes to, where it is held."""
+    def add_segment(self, segment: Segment, mode: int, *, share: float = 1.0) -> None:
+        """Add (`fixed.ADD`) or subtract (`fixed.SUBTRACT`) a share of what a segment decodes to, where it is held."""
+
+    def views(self, intervals: Intervals) -> Sequence[tuple[int, Tensor]] | None:
+        """The weights in their own memory, to read and to write.
+
+        Args:
+            intervals: some of the held elements.
+
+        Returns:
+            For each stretch its place within the intervals, and its weights, flat; None unless all of them are
+            contiguous float32 on the CPU.
+        """
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
         """Round float32 values in place to what the weights of these elements can hold."""
@@ -105,16 +116,22 @@ class FlatModel:
         for run in self._stored.runs(intervals):
             self.vector[run.mine : run.mine + run.count] += values[run.theirs : run.theirs + run.count]
 
-    def add_segment(self, segment: Segment, mode: int) -> None:
+    def views(self, intervals: Intervals) -> Sequence[tuple[int, Tensor]] | None:
+        """Views of the vector, unless it is on a device."""
+        if self.vector.device.type != "cpu":
+            return None
+        return [(run.theirs, self.vector[run.mine : run.mine + run.count]) for run in self._stored.runs(intervals)]
+
+    def add_segment(self, segment: Segment, mode: int, *, share: float = 1.0) -> None:
         """Decode a segment into the vector."""
         if self.held is self._stored:
-            segment.into(self.vector, mode, self._stored)
+            segment.into(self.vector, mode, self._stored, share=share)
             return
         own = segment.intervals & self.held  # another rank's part of the vector is not this one's to move
         if not own:
             return
         values = torch.zeros(own.numel)
-        segment.into(values, mode, own)
+        segment.into(values, mode, own, share=share)
         self.add(own, values)
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:

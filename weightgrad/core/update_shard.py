@@ -11,7 +11,7 @@ reference is computed when it is needed, from what is kept anyway; nothing else 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from weightgrad.core.local_model import LocalModel, add_into, gather, scatter
 from weightgrad.core.pieces import Piece
 from weightgrad.core.segment_index import SegmentIndex
 from weightgrad.core.site_shard import ApplyOrder, LoadOrder, PushOrder, ShardPlan, SiteShard
-from weightgrad.kernels import fixed
+from weightgrad.kernels import dense, fixed
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
 
@@ -82,19 +82,19 @@ class UpdateShard(SiteShard):
         if self.anchor is not None:
             out.copy_(gather(self.anchor, self.held, intervals, out))
             return out
-        share, residual_share = self._in_flight_share, self.plan.resume.residual_share
-        residual = self.residual.of(intervals) if residual_share else None
-        # Products and sums apart: a fused multiply-add would round otherwise where vectors are cut otherwise.
-        if residual is None:
-            out.zero_()
-        else:
-            torch.mul(residual, residual_share / share, out=out)
-        for round_ in self.in_flight:
-            add_into(out, self._index_of(round_).within(intervals), intervals)
-        if share != 1:
-            out.mul_(share)
-        out += self._weights(intervals)
+        dense.reference(self._weights(intervals), *self._residual_share(intervals), out)
+        for segment in self._in_flight_in(intervals):
+            segment.into(out, fixed.ADD, intervals, share=self._in_flight_share)
         return self.local.round_(out, intervals)
+
+    def _residual_share(self, intervals: Intervals) -> tuple[Tensor | None, float]:
+        """The residual of which the local model contains a share, and the share."""
+        share = self.plan.resume.residual_share
+        return (self.residual.of(intervals) if share else None), share
+
+    def _in_flight_in(self, intervals: Intervals) -> list[Segment]:
+        """The segments of the pushes in flight that have some of these elements, the oldest push first."""
+        return [one for round_ in self.in_flight for one in self._index_of(round_).within(intervals)]
 
     def _index_of(self, round_: int) -> SegmentIndex:
         """The index of a push in flight, made when it is first asked for."""
@@ -106,9 +106,22 @@ class UpdateShard(SiteShard):
 
     def _fresh(self, piece: Piece, gradient: LocalModel | None) -> Tensor:
         del gradient
-        out = self.reference(piece.intervals, self.scratch.of("fresh", piece.numel))
-        local = self.local.read(piece.intervals, self.scratch.of("local", piece.numel))
-        return torch.sub(local, out, out=out)
+        out = self.scratch.of("fresh", piece.numel)
+        views = self.local.views(piece.intervals)
+        if views is None:
+            self.reference(piece.intervals, out)
+            local = self.local.read(piece.intervals, self.scratch.of("local", piece.numel))
+            return torch.sub(local, out, out=out)
+        if self.anchor is None and not self._in_flight_in(piece.intervals):
+            weights, (residual, share) = self._weights(piece.intervals), self._residual_share(piece.intervals)
+            for part, own in _parts(views):
+                left = None if residual is None else residual[part]
+                dense.distance(own, weights[part], left, share, out[part])
+            return out
+        self.reference(piece.intervals, out)
+        for part, own in _parts(views):
+            torch.sub(own, out[part], out=out[part])
+        return out
 
     def fresh_update(self) -> Tensor:
         """What the local steps did since the last push, for all held elements; a new vector, for tests and audits."""
@@ -123,7 +136,18 @@ class UpdateShard(SiteShard):
     def _place(self, chosen: tuple[Piece, ...]) -> None:
         """Put the local model at the reference."""
         for piece in chosen:
-            self.local.write(piece.intervals, self.reference(piece.intervals, self.scratch.of("fresh", piece.numel)))
+            in_flight = self._in_flight_in(piece.intervals)
+            within = all(piece.intervals.contains(segment.intervals) for segment in in_flight)
+            views = self.local.views(piece.intervals) if self.anchor is None and within else None
+            if views is None:
+                out = self.reference(piece.intervals, self.scratch.of("fresh", piece.numel))
+                self.local.write(piece.intervals, out)
+                continue
+            weights, (residual, share) = self._weights(piece.intervals), self._residual_share(piece.intervals)
+            for part, own in _parts(views):
+                dense.reference(weights[part], None if residual is None else residual[part], share, own)
+            for segment in in_flight:
+                self.local.add_segment(segment, fixed.ADD, share=self._in_flight_share)
 
     # -- rounds --------------------------------------------------------------------------------
 
@@ -180,15 +204,7 @@ class UpdateShard(SiteShard):
             self.local.add(intervals, mean)
         for segments in self.remove_through(order.through):
             for segment in segments:
-                self._remove_from_local(segment)
-
-    def _remove_from_local(self, segment: Segment) -> None:
-        if self._in_flight_share == 1:
-            self.local.add_segment(segment, fixed.SUBTRACT)
-            return
-        values = self.scratch.of("fresh", segment.payload.numel).zero_()
-        segment.into(values, fixed.SUBTRACT, segment.intervals)
-        self.local.add(segment.intervals, values.mul_(self._in_flight_share))
+                self.local.add_segment(segment, fixed.SUBTRACT, share=self._in_flight_share)
 
     def _apply_whole(self, order: ApplyOrder, result: RoundResult) -> None:
         """Compute the whole local model anew."""
@@ -312,3 +328,9 @@ class UpdateShard(SiteShard):
         self._waiting = Intervals(tuple((start, stop) for start, stop in waiting))
         if self.anchor is not None:
             self.anchor.copy_(state["anchor"])
+
+
+def _parts(views: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """Views of weights, each with its place as a slice."""
+    for place, own in views:
+        yield slice(place, place + own.numel()), own

@@ -1,4 +1,5 @@
-"""Dense tensors: casts to float16 and bfloat16 (rounded to nearest even) and back, zeros, low-rank products."""
+"""Dense tensors: casts to float16 and bfloat16 (rounded to nearest even) and back, zeros, weights plus a share of a
+residual, low-rank products."""
 
 from __future__ import annotations
 
@@ -52,6 +53,29 @@ def clear(out: Tensor) -> None:
         out.zero_()
         return
     threads.run_split(out.numel(), 16, lambda start, stop: lib.wg_clear(out.data_ptr() + 4 * start, stop - start))
+
+
+def reference(weights: Tensor, residual: Tensor | None, share: float, out: Tensor) -> Tensor:
+    """Write weights + share * residual to `out`, in one pass; product and sum are rounded one after the other."""
+    lib = native.library_for(out)
+    if lib is not None:
+        lib.wg_reference(weights.data_ptr(), native.pointer(residual), share, out.numel(), out.data_ptr())
+    elif residual is None:
+        out.copy_(weights)
+    else:
+        torch.mul(residual, share, out=out)
+        out += weights
+    return out
+
+
+def distance(local: Tensor, weights: Tensor, residual: Tensor | None, share: float, out: Tensor) -> Tensor:
+    """Write local - (weights + share * residual) to `out`, in one pass; `out` has memory of its own."""
+    lib = native.library_for(out)
+    if lib is not None:
+        where = (local.data_ptr(), weights.data_ptr(), native.pointer(residual))
+        lib.wg_distance(*where, share, out.numel(), out.data_ptr())
+        return out
+    return torch.sub(local, reference(weights, residual, share, out), out=out)
 
 
 def lowrank(p: Tensor, q: Tensor, out: Tensor, mode: int = fixed.STORE) -> None:

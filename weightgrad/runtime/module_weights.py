@@ -275,6 +275,18 @@ class ModuleWeights:
             out[stretch.offset : stretch.offset + stretch.size].copy_(part)
         return out[: sum(part.numel() for part in parts)]
 
+    def views(self, intervals: Intervals) -> list[tuple[int, Tensor]] | None:
+        """The parameters' own memory; None unless they are contiguous float32 on the CPU."""
+        found: list[tuple[int, Tensor]] = []
+        for stretch in self._stretches(intervals):
+            whole = self._rows.get(stretch.parameter)
+            whole = self._whole(stretch.parameter) if whole is None else whole
+            local = None if whole is None else local_part(whole)
+            if local is None or local.dtype != torch.float32 or local.device.type != "cpu" or not local.is_contiguous():
+                return None
+            found.append((stretch.offset, local.view(-1)[stretch.place : stretch.place + stretch.size]))
+        return found
+
     def sample(self, interval: Intervals, distance: int) -> Tensor:
         """The weights at equal distances in one parameter, on its device."""
         (stretch,) = self._stretches(interval)
@@ -328,16 +340,18 @@ class ModuleWeights:
         return found
 
     @torch.no_grad()
-    def add_segment(self, segment: Segment, mode: int) -> None:
-        """Add what a segment decodes to; of a sparse one only its entries are touched."""
+    def add_segment(self, segment: Segment, mode: int, *, share: float = 1.0) -> None:
+        """Add a share of what a segment decodes to; of a sparse one only its entries are touched."""
         self._forget()
         if segment.payload.codec != "sparse":
             here = segment.intervals & self.available
             decoded = torch.zeros(here.numel)
-            segment.into(decoded, mode, here)
+            segment.into(decoded, mode, here, share=share)
             self.add(here, decoded)
             return
         indices, values = unpack_entries(segment.payload)
+        if share != 1:
+            values.mul_(share)
         for run in segment.intervals.runs(self.available):
             first, last = torch.searchsorted(indices, torch.tensor([run.mine, run.mine + run.count])).tolist()
             own = values[first:last] if mode == fixed.ADD else -values[first:last]

@@ -23,7 +23,7 @@ from weightgrad import codecs, wire
 from weightgrad.codecs import Codec, Payload
 from weightgrad.codecs.registry import decode_into
 from weightgrad.errors import ProtocolError, SpecError
-from weightgrad.kernels import fixed
+from weightgrad.kernels import fixed, select
 from weightgrad.wire import snapshot_bytes
 from weightgrad.wire.intervals import Intervals, Span
 from weightgrad.wire.sync_schedule import MAX_TEXT_BYTES, REPORT_BYTES, Report, SyncSchedule
@@ -87,13 +87,14 @@ class Segment:
         """One past the last element."""
         return self.spans[-1][1] if self.spans else self.start + self.payload.numel
 
-    def into(self, vector: Tensor, mode: int, held: Intervals | None = None) -> None:
+    def into(self, vector: Tensor, mode: int, held: Intervals | None = None, *, share: float = 1.0) -> None:
         """Decode the segment into its place in a vector.
 
         Args:
             vector: changed in place.
             mode: `kernels.fixed.STORE`, `ADD` or `SUBTRACT`.
             held: which elements the vector stores; elements that it does not are left out. None: the whole index space.
+            share: what each value is multiplied by.
 
         Raises:
             ProtocolError: `held` is None and the segment does not lie within the vector.
@@ -105,11 +106,18 @@ class Segment:
                     "must train the same model"
                 )
             held = Intervals.whole(vector.numel())
-        if (place := held.slice_of(self.intervals)) is not None:
+        place = held.slice_of(self.intervals)
+        if place is not None and share == 1:
             decode_into(self.payload, vector[place], mode)
+            return
+        if place is not None and mode != fixed.STORE and self.payload.codec == "sparse":
+            indices, entries = codecs.unpack_entries(self.payload, vector.device)
+            select.scatter(indices, entries.mul_(share), vector[place], mode)
             return
         values = torch.empty(self.payload.numel, device=vector.device)
         decode_into(self.payload, values, fixed.STORE)
+        if share != 1:
+            values.mul_(share)
         for run in held.runs(self.intervals):
             mine, theirs = vector[run.mine : run.mine + run.count], values[run.theirs : run.theirs + run.count]
             if mode == fixed.STORE:
