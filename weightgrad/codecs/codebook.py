@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,23 +29,23 @@ _ROUNDS = 100
 def centres_of(flat: Tensor, count: int) -> Tensor:
     """Find the k-means centres of a flat tensor, ascending; some are equal where there are too few values."""
     stride = -(-flat.numel() // _SAMPLE)
-    sample = torch.sort(flat[::stride].to("cpu", torch.float64)).values
-    total = torch.cat((sample.new_zeros(1), torch.cumsum(sample, 0)))
-    last = sample.numel() - 1
-    even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    quantiles = sample[(even * last).round().long()]
+    # NumPy, because its sort is several times as fast as torch's, and so is each of its calls on a few numbers.
+    sample = np.sort(flat[::stride].to("cpu", torch.float32).numpy()).astype(np.float64)
+    total = np.concatenate(([0.0], np.cumsum(sample)))
+    even = (np.arange(count) + 0.5) / count
+    quantiles = sample[np.round(even * (sample.size - 1)).astype(np.int64)]
     linear = sample[0] + (sample[-1] - sample[0]) * even
     centres = (quantiles + linear) / 2
+    edges = np.zeros(count + 1, dtype=np.int64)
+    edges[-1] = sample.size
     for _ in range(_ROUNDS):
-        borders = torch.searchsorted(sample, (centres[1:] + centres[:-1]) / 2, right=True)
-        edges = torch.cat((borders.new_zeros(1), borders, borders.new_full((1,), sample.numel())))
-        members = edges[1:] - edges[:-1]
-        means = (total[edges[1:]] - total[edges[:-1]]) / members.clamp(min=1)
-        moved = torch.where(members > 0, means, centres)
-        if torch.equal(moved, centres):
+        edges[1:-1] = np.searchsorted(sample, (centres[1:] + centres[:-1]) / 2, side="right")
+        members, sums = np.diff(edges), np.diff(total[edges])
+        moved = np.where(members > 0, sums / np.maximum(members, 1), centres)
+        if np.array_equal(moved, centres):
             break
         centres = moved
-    return torch.sort(centres.to(torch.float32)).values.to(flat.device)
+    return torch.from_numpy(np.sort(centres.astype(np.float32))).to(flat.device)
 
 
 @codec("codebook")
