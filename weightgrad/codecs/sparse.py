@@ -2,7 +2,8 @@
 
 `topk(fraction)` sends the fraction of largest magnitude, exactly: a sample gives a threshold
 that a little more than k entries pass, one scan lists those, and the k largest of the list
-are the k largest of all. `exact=False` skips the last step and sends what passes a threshold
+are the k largest of all. Zeros are not sent, even if there are fewer than k other entries: a
+codec of signs would make something of them. `exact=False` skips the last step and sends what passes a threshold
 that a controller carries from step to step; when the sent fraction is off by more than 10 % it
 falls back to the exact way. `threshold(value)` sends |x| >= value. Both are biased: wrap them in
 `ef(...)`. `pack_entries` makes the payload from any choice of indices (Gaia's relative
@@ -34,6 +35,7 @@ from weightgrad.kernels import bits, dense, fixed, noise, select
 PARAMS = "<QQBBBx"  # entries, bits of the unary stream, Rice?, width, format of the values
 _SAMPLE = 1 << 15
 _TOLERANCE = 0.1
+_LEAST = 0x00800000  # the bits of the smallest normal float: what is smaller, zeros above all, is not sent
 
 
 def check_values_codec(owner: str, then: Codec) -> None:
@@ -205,18 +207,20 @@ def largest(carried: Carried, k: int, key: int) -> Chosen:
     rank = k * sizes.numel() / n
     if sizes.numel() < n:  # a sample: stay on the safe side of k
         rank += 2.5 * math.sqrt(rank) + 4
-    room = min(n, int(1.2 * rank * n / sizes.numel()) + 1024)
+    room = 0
     while True:
         place = math.ceil(rank)
-        limit = 0.0 if place > sizes.numel() else fixed.float_of_bits(select.kth_largest(sizes, place))
-        found = carried.scan(select.Thresholds.magnitude(limit), room)
-        if found.total >= k and found.complete:
+        lowest = _LEAST if place > sizes.numel() else max(_LEAST, select.kth_largest(sizes, place))
+        passing = int((sizes >= lowest).sum())  # more than `place` if many are equal, as after a codec of signs
+        room = max(room, min(n, int(1.2 * passing * n / sizes.numel()) + 1024))
+        found = carried.scan(select.Thresholds.magnitude(fixed.float_of_bits(lowest)), room)
+        if found.complete and (found.total >= k or lowest == _LEAST):
             break
         carried = carried.again(found)
-        if found.total >= k:
+        if not found.complete:
             room = found.total
         else:
-            rank, room = 2 * rank, min(n, 2 * room)
+            rank *= 2
     back = carried.residual if carried.clears else None
     return Chosen(*select.keep_largest(found.indices, found.values, k, back), cleared=carried.clears)
 
