@@ -90,8 +90,7 @@ def test_a_poisoned_number_stops_nobody_and_never_reaches_the_disk(
 def test_pushes_for_future_rounds_are_kept_only_within_the_window(made: Path) -> None:
     with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
         with hand(hub, "west", made) as west:
-            for number in range(1, 200):
-                west.send(part_of(west.push(), round=number))
+            west.flood(part_of(west.push(), round=number) for number in range(1, 200))
             assert "wait for their rounds to close" in west.refused()
         serving = hub.server.process.serving
         assert serving is not None
@@ -105,8 +104,7 @@ def test_parts_without_an_end_are_kept_only_up_to_a_few_models(made: Path) -> No
             serving = hub.server.process.serving
             assert serving is not None
             part = part_of(west.push(UPDATE), last=False)
-            for _ in range(serving.most_bytes // 3000 + 10):
-                west.send(part)
+            west.flood(part for _ in range(serving.most_bytes // 3000 + 10))
             assert "there is room for" in west.refused()
         close_rounds(hub, east)
 
@@ -114,8 +112,7 @@ def test_parts_without_an_end_are_kept_only_up_to_a_few_models(made: Path) -> No
 def test_joins_that_nobody_reads_are_refused(made: Path) -> None:
     with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
         with hand(hub, "west", made) as west:
-            for _ in range(200):
-                west.send(Join(site="west", version=-1))
+            west.flood(Join(site="west", version=-1) for _ in range(200))
             assert "more often than once a second" in west.refused()
         close_rounds(hub, east)
 

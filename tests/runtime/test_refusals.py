@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -185,6 +185,12 @@ class Hand:
         data = message if isinstance(message, bytes) else pack(message)
         own = not isinstance(message, bytes | PushPart | Holding | ModelPart)
         self.client.send(data, control=own if control is None else control)
+
+    def flood(self, messages: Iterable[Message]) -> None:
+        """Send until all is sent, or the server has ended the session; `refused` tells why."""
+        with suppress(RefusedError):
+            for message in messages:
+                self.send(message)
 
     def push(self, update: Tensor | None = None, **changes: Any) -> Push:
         """The next one; its values follow as a part."""
@@ -546,8 +552,7 @@ def test_too_many_messages(made: Path, caplog: pytest.LogCaptureFixture) -> None
     with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
         hub.transport.limits = dataclasses.replace(hub.transport.limits, messages_per_s=0.01, burst=20)
         with hand(hub, "west", made) as west:
-            for _ in range(20):
-                west.send(Join(site="west", version=0))
+            west.flood(Join(site="west", version=0) for _ in range(20))
             assert "west sends more than 0.01 messages a second" in west.refused()
         assert "west: session ended by the global server: west sends more than" in caplog.text
         assert healthy(hub, east)
