@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("adagrad", {"lr": 0.1, "lr_decay": 0.01}),
     ("adadelta", {"lr": 1.0, "rho": 0.8}),
     ("lars", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    ("muon", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
 ]
 TORCH = {
     "sgd": torch.optim.SGD,
@@ -55,7 +56,7 @@ class Flat:
         self.optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "lars"], ids=str)
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] in TORCH], ids=str)
 def test_bit_equal_to_torch(name: str, options: dict[str, Any]) -> None:
     start = randn(LAYOUT.numel)
     flat = Flat(name, options, start)
@@ -98,6 +99,26 @@ def test_lars_is_its_equation(adapt_vectors: bool) -> None:
         optimizers.set_rate(flat.optimizer, rate)
         flat.step(gradient)
         torch.testing.assert_close(flat.weights, torch.cat([w.view(-1) for w in weights]).float())
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5), (8, 2, 3, 3)])
+def test_muon_moves_matrices_along_all_their_directions(shape: tuple[int, ...]) -> None:
+    matrix, vector = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(7))
+    optimizer = optimizers.build("muon", [matrix, vector], {"lr": 0.1, "momentum": 0.9})
+    matrix.grad, vector.grad = randn(*shape), randn(7, seed=2)
+    optimizer.step()
+    step = matrix.detach().reshape(shape[0], -1) / -0.1
+    values = torch.linalg.svdvals(step) / max(step.shape) ** 0.5 / 0.2
+    assert float(values.min()) > 0.5, "about orthogonal, whatever the scales of the gradient"
+    assert float(values.max()) < 1.3
+    left, _, right = torch.linalg.svd(randn(*shape).reshape(shape[0], -1), full_matrices=False)
+    assert float((step * (left @ right)).sum()) > 0.9 * float(step.norm() * (left @ right).norm())
+    torch.testing.assert_close(vector.detach(), -0.1 * 0.2 * randn(7, seed=2).sign())
+    if len(shape) == 2:  # torch's own agrees, up to the bfloat16 that it computes in
+        other = nn.Parameter(torch.zeros(shape))
+        other.grad = randn(*shape)
+        torch.optim.Muon([other], lr=0.1, momentum=0.9, weight_decay=0, adjust_lr_fn="match_rms_adamw").step()
+        torch.testing.assert_close(other.detach(), matrix.detach(), rtol=0.1, atol=0.05 * float(step.abs().max()) * 0.1)
 
 
 def test_parameters_share_memory_with_the_flat_vector() -> None:
@@ -155,7 +176,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sdg", {}, "no optimizer 'sdg'; there are adadelta, adagrad, adam, adamw, lars, sgd"),
+        ("sdg", {}, "no optimizer 'sdg'; there are adadelta, adagrad, adam, adamw, lars, muon, sgd"),
         ("sgd", {"betas": (0.9, 0.99)}, "no option 'betas'; there are lr, momentum, dampening, weight_decay, nesterov"),
         ("adam", {"lr": "1e-3"}, "lr='1e-3' must be a finite number"),
         ("adam", {"lr": float("nan")}, "lr=nan must be a finite number"),
@@ -210,7 +231,7 @@ class Part:
         optimizers.load_state(self.optimizer, self.parameters, LAYOUT, self.held, vectors, scalars)
 
 
-@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "lars"], ids=str)
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] in TORCH], ids=str)
 def test_parts_of_a_model_move_as_the_whole(name: str, options: dict[str, Any]) -> None:
     start = randn(LAYOUT.numel)
     whole, parts = Flat(name, options, start), [Part(name, options, held, start) for held in HOLDERS]
@@ -222,7 +243,7 @@ def test_parts_of_a_model_move_as_the_whole(name: str, options: dict[str, Any]) 
             assert torch.equal(part.weights, at(whole.weights, part.held))
 
 
-@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "lars"], ids=str)
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] in TORCH], ids=str)
 def test_the_state_of_the_whole_is_that_of_its_parts(name: str, options: dict[str, Any]) -> None:
     """So a site that is sharded otherwise than the server can download it, and the other way round."""
     start, everything = randn(LAYOUT.numel), Intervals.whole(LAYOUT.numel)

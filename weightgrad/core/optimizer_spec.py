@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weightgrad.core.lars import Lars
+from weightgrad.core.muon import MuonForAll
 from weightgrad.core.optimizers import base_rates_of, build
 from weightgrad.errors import StrategyError
 
@@ -20,6 +21,8 @@ _ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 _NOT_FOR_OTHERS = ("params", "capturable")  # the latter is for CUDA graphs: a replica elsewhere has none
+
+_OWN: dict[str, type[Optimizer]] = {"Lars": Lars, "MuonForAll": MuonForAll}
 
 _allowed: dict[str, type[Optimizer]] = {}
 
@@ -52,8 +55,8 @@ def allow_optimizer(path: str) -> type[Optimizer]:
 
 
 def _class_of(kind: str) -> type[Optimizer] | None:
-    if kind == "Lars":
-        return Lars
+    if kind in _OWN:
+        return _OWN[kind]
     made = getattr(torch.optim, kind, None)
     own = isinstance(made, type) and issubclass(made, Optimizer) and made is not Optimizer
     return made if own else _allowed.get(kind)

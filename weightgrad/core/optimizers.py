@@ -1,4 +1,4 @@
-"""The optimizers of a site: torch's own, and LARS, moving one flat vector in place.
+"""The optimizers of a site: torch's own, LARS and Muon, moving one flat vector in place.
 
 Every slot of the layout is a parameter that shares memory with the flat weights, and its gradient is a view of the
 flat gradient. So `optimizer.step()` does exactly what PyTorch does to the module, and the flat vector moves with it.
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from weightgrad.core.lars import Lars
 from weightgrad.core.layout import Layout
+from weightgrad.core.muon import MuonForAll
 from weightgrad.core.substep import Substep
 from weightgrad.core.vector_checks import require_flat, restored
 from weightgrad.errors import StateError, StrategyError
@@ -42,6 +43,7 @@ _KINDS = {
     "adam": _Kind(torch.optim.Adam, _ADAM, _MOMENTS),
     "adamw": _Kind(torch.optim.AdamW, _ADAM, _MOMENTS),
     "lars": _Kind(Lars, ("lr", "momentum", "weight_decay", "trust", "eps", "adapt_vectors"), ("momentum_buffer",)),
+    "muon": _Kind(MuonForAll, ("lr", "momentum", "weight_decay"), ("momentum_buffer",)),
     "sgd": _Kind(torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov"), ("momentum_buffer",)),
 }
 

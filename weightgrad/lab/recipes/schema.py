@@ -73,27 +73,29 @@ class Model(Section):
 
 
 class Optimizer(Section):
-    """A torch.optim optimizer, or lars."""
+    """A torch.optim optimizer, lars or muon."""
 
-    name: Literal["sgd", "adam", "adamw", "adagrad", "adadelta", "lars"] = Field(
-        default="sgd", description="sgd, adam, adamw, adagrad, adadelta or lars"
+    name: Literal["sgd", "adam", "adamw", "adagrad", "adadelta", "lars", "muon"] = Field(
+        default="sgd", description="sgd, adam, adamw, adagrad, adadelta, lars or muon"
     )
     lr: Number = Field(gt=0, description="a number above 0")
-    momentum: Number = Field(default=0.0, ge=0, lt=1, description="a number from 0 to below 1; sgd and lars only")
+    momentum: Number = Field(default=0.0, ge=0, lt=1, description="a number from 0 to below 1; sgd, lars and muon only")
     weight_decay: Number = Field(default=0.0, ge=0, description="a number from 0")
     nesterov: Boolean = Field(default=False, description="true or false; sgd with momentum only")
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] | None = Field(
         default=None, description="[beta1, beta2], each from 0 to below 1; adam and adamw only; null for torch's"
     )
-    eps: Number | None = Field(default=None, gt=0, description="a number above 0; not for sgd; null for torch's")
+    eps: Number | None = Field(
+        default=None, gt=0, description="a number above 0; not for sgd and muon; null for torch's"
+    )
 
     @model_validator(mode="after")
     def _options_fit(self) -> Optimizer:
         unfit = {
-            "momentum": self.momentum != 0 and self.name not in ("sgd", "lars"),
+            "momentum": self.momentum != 0 and self.name not in ("sgd", "lars", "muon"),
             "nesterov": self.nesterov and (self.name != "sgd" or self.momentum == 0),
             "betas": self.betas is not None and self.name not in ("adam", "adamw"),
-            "eps": self.eps is not None and self.name == "sgd",
+            "eps": self.eps is not None and self.name in ("sgd", "muon"),
         }
         _refuse(self, [key for key, wrong in unfit.items() if wrong], f"does not go with {self.name}")
         return self

@@ -166,7 +166,7 @@ def compute_of(site: Site, task: Task) -> Compute:
 def optimizer_options(optimizer: Any) -> dict[str, Any]:
     """The options of an optimizer as keyword arguments; only those that it has."""
     found = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-    if optimizer.name in ("sgd", "lars"):
+    if optimizer.name in ("sgd", "lars", "muon"):
         found["momentum"] = optimizer.momentum
     if optimizer.name == "sgd":
         found["nesterov"] = optimizer.nesterov
