@@ -282,13 +282,16 @@ def keep_largest(indices: Tensor, values: Tensor, k: int, residual: Tensor | Non
     return indices[kept], values[kept]
 
 
-def scatter(indices: Tensor, values: Tensor | None, out: Tensor, mode: int = fixed.STORE) -> None:
-    """Write values to out[indices], as `mode` says; without values, zeros. Indices are distinct."""
+def scatter(indices: Tensor, values: Tensor | None, out: Tensor, mode: int = fixed.STORE, *, first: int = 0) -> None:
+    """Write values to out[indices - first], as `mode` says; without values, zeros. Indices are distinct."""
+    if first and (out.device.type != "cpu" or native.library_for(out) is None):
+        indices, first = indices - first, 0
     lib = native.library_for(out)
     if (kernels := gpu.kernels_for(out, "select")) is not None:
         kernels.scatter(indices, values, out, mode)
     elif lib is not None:
-        lib.wg_scatter(indices.data_ptr(), native.pointer(values), indices.numel(), mode, out.data_ptr())
+        start = out.data_ptr() - 4 * first
+        lib.wg_scatter(indices.data_ptr(), native.pointer(values), indices.numel(), mode, start)
     elif values is None:
         out[indices] = 0.0
     elif mode == fixed.STORE:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from weightgrad.codecs import unpack_entries
 from weightgrad.core.layout import Layout
 from weightgrad.errors import StrategyError
-from weightgrad.kernels import fixed
+from weightgrad.kernels import fixed, select
 from weightgrad.runtime.device_copies import DeviceCopies, Download
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.wire.intervals import Intervals, Span
@@ -142,6 +142,7 @@ class ModuleWeights:
         """The elements whose weights this rank has."""
         self.held = self.available if held is None else held
         self._stretches = lru_cache(maxsize=4096)(self._find_stretches)
+        self._bounds = lru_cache(maxsize=4096)(_bounds)
         self.copies: dict[torch.device, DeviceCopies] = {} if copies is None else copies
         self._upcoming: list[Intervals] = []  # what will be read, the next one last
         self._coming: tuple[Intervals, Download] | None = None  # the next one, on its way from the device
@@ -352,25 +353,22 @@ class ModuleWeights:
         indices, values = unpack_entries(segment.payload)
         if share != 1:
             values.mul_(share)
-        for run in segment.intervals.runs(self.available):
-            first, last = torch.searchsorted(indices, torch.tensor([run.mine, run.mine + run.count])).tolist()
-            own = values[first:last] if mode == fixed.ADD else -values[first:last]
-            here = self.available.storage(run.theirs, run.theirs + run.count)
-            self._add_entries(here, indices[first:last] - run.mine, own)
-
-    def _add_entries(self, intervals: Intervals, indices: Tensor, values: Tensor) -> None:
-        for stretch in self._stretches(intervals):
-            bounds = torch.tensor([stretch.offset, stretch.offset + stretch.size])
-            first, last = torch.searchsorted(indices, bounds).tolist()
+        if mode == fixed.SUBTRACT:
+            values.neg_()
+        stretches = self._stretches(segment.intervals)
+        bounds = torch.searchsorted(indices, self._bounds(stretches)).tolist()
+        for stretch, first, last in zip(stretches, bounds[::2], bounds[1::2], strict=True):
             own = self._part(stretch)
             if own is None or last == first:
                 continue
-            places = indices[first:last] - stretch.offset
             self._written.append((stretch, own))
-            if own.device.type == "cpu":
-                own.index_add_(0, places, values[first:last].to(own.dtype))
-            else:
+            if own.device.type != "cpu":
+                places = indices[first:last] - stretch.offset
                 self._copies_of(own.device).add_entries(own, places, values[first:last])
+            elif own.dtype == torch.float32:
+                select.scatter(indices[first:last], values[first:last], own, fixed.ADD, first=stretch.offset)
+            else:
+                own.index_add_(0, indices[first:last] - stretch.offset, values[first:last].to(own.dtype))
         self._put_back()
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
@@ -428,6 +426,11 @@ class ModuleWeights:
                 flat = local.reshape(-1)
                 flat[stretch.place : stretch.place + stretch.size] = own
                 local.copy_(flat.view(local.shape))
+
+
+def _bounds(stretches: tuple[Stretch, ...]) -> Tensor:
+    """Where each stretch begins and ends within its intervals."""
+    return torch.tensor([at for one in stretches for at in (one.offset, one.offset + one.size)], dtype=torch.int64)
 
 
 def gradients_of(weights: ModuleWeights, layout: Layout) -> ModuleWeights:
