@@ -9,9 +9,10 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.core import aggregators
-from weightgrad.core.aggregators import Aggregator, Contribution, Memory, relayed_mean
+from weightgrad.core.aggregators import Aggregator, Contribution, Memory, relayed_shares
 from weightgrad.core.local_model import Scratch
 from weightgrad.errors import ProtocolError
+from weightgrad.kernels import fixed
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RelayedPush, Segment
 
@@ -209,16 +210,23 @@ def test_scratch_does_not_grow_with_the_number_of_pushes() -> None:
         assert sizes[0] == sizes[1] <= 4 * 4 * N
 
 
-def test_a_mean_of_relayed_pushes_is_the_servers_mean() -> None:
+def test_shares_of_relayed_pushes_add_up_to_the_mean() -> None:
     weights = [1.0, 0.3, 2.5]
     pushes = contributions([whole(noise(i)) for i in range(3)], weights)
     relayed = [RelayedPush(site=p.site, round=p.round, weight=p.weight, segments=p.segments) for p in pushes]
+    expected = combine(aggregators.Mean(), pushes)
+    assert expected is not None
+    at_once = torch.zeros(N)
+    for segment, share in relayed_shares(relayed):
+        segment.into(at_once, fixed.ADD, WHOLE, share=share)
+    torch.testing.assert_close(at_once, expected)
     for intervals in CUTS[2]:
-        expected = combine(aggregators.Mean(), pushes, None, intervals)
-        found = relayed_mean(aggregators.contributions(relayed), intervals, Scratch())
-        assert expected is not None
-        assert found is not None
-        assert torch.equal(found, expected)
+        found = torch.zeros(intervals.numel)
+        for segment, share in relayed_shares(relayed):
+            segment.into(found, fixed.ADD, intervals, share=share)
+        assert torch.equal(found, at(at_once, intervals)), "however the model is cut"
+    nothing = [RelayedPush(site="a", round=1, weight=0.0, segments=pushes[0].segments)]
+    assert relayed_shares(nothing) == []
     relayed[1] = RelayedPush(site="b", round=4, weight=1.0, segments=None)
     with pytest.raises(ProtocolError, match="leaves out the push of 'b' for round 4"):
-        aggregators.contributions(relayed)
+        relayed_shares(relayed)

@@ -71,35 +71,22 @@ class Contribution:
         return SegmentIndex(self.segments)
 
 
-def contributions(relayed: Sequence[RelayedPush]) -> list[Contribution]:
-    """The pushes of a round result that relays them.
+def relayed_shares(relayed: Sequence[RelayedPush]) -> list[tuple[Segment, float]]:
+    """The mean of relayed pushes, as segments to add in this order, each times its share: the same bits everywhere.
 
     Raises:
         ProtocolError: a push is left out.
     """
-    pushes = []
+    total = sum(push.weight for push in relayed)
+    found: list[tuple[Segment, float]] = []
     for push in relayed:
         if push.segments is None:
             raise ProtocolError(
                 f"a round result leaves out the push of {push.site!r} for round {push.round}, which is needed here"
             )
-        pushes.append(Contribution(site=push.site, round=push.round, weight=push.weight, segments=push.segments))
-    return pushes
-
-
-def relayed_mean(pushes: Sequence[Contribution], intervals: Intervals, scratch: Scratch) -> Tensor | None:
-    """The mean of relayed pushes as the server computes it, in the same order: the same bits on every replica.
-
-    Args:
-        pushes: the `contributions` of a round result.
-        intervals: some elements.
-        scratch: memory for one piece.
-
-    Returns:
-        The values, in scratch memory; None if no push has anything there.
-    """
-    total_weight = sum(push.weight for push in pushes)
-    return Mean().combine(pushes, intervals, total_weight, Memory(Intervals(())), scratch)
+        if push.weight > 0:
+            found += [(segment, push.weight / total) for segment in push.segments]
+    return found
 
 
 class Memory:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weightgrad.codecs import Fp32
 from weightgrad.core import optimizers, pieces
-from weightgrad.core.aggregators import contributions, relayed_mean
+from weightgrad.core.aggregators import relayed_shares
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import Scratch
 from weightgrad.core.optimizer_spec import OptimizerSpec, make
@@ -107,11 +107,8 @@ class GlobalModel:
         self.advance(result)
         if not self.takes_gradients:
             self.add(result.segments)
-            relayed = contributions(result.relayed)
-            for piece in pieces.cut(self.held, self.layout, per_tensor=False) if relayed else ():
-                mean = relayed_mean(relayed, piece.intervals, self._scratch)
-                if mean is not None:
-                    self.add_values(piece.intervals, mean)
+            for segment, share in relayed_shares(result.relayed):
+                segment.into(self.vector, fixed.ADD, self.held, share=share)
         elif self.is_step(result):
             self.step_with(result)
 
@@ -133,11 +130,6 @@ class GlobalModel:
         """Add what segments decode to."""
         for segment in segments:
             segment.into(self.vector, fixed.ADD, self.held)
-
-    def add_values(self, intervals: Intervals, values: Tensor) -> None:
-        """Add values to some elements."""
-        for run in self.held.runs(intervals):
-            self.vector[run.mine : run.mine + run.count] += values[run.theirs : run.theirs + run.count]
 
     @staticmethod
     def is_step(result: RoundResult) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weightgrad.core import pieces
-from weightgrad.core.aggregators import contributions, relayed_mean
+from weightgrad.core.aggregators import relayed_shares
 from weightgrad.core.global_model import WEIGHTS, check_complete
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import LocalModel, add_into, gather, scatter
@@ -199,9 +199,9 @@ class UpdateShard(SiteShard):
         for segment in result.segments:
             segment.into(self.global_model, fixed.ADD, self.held)
             self.local.add_segment(segment, fixed.ADD)
-        for intervals, mean in self._means(result):
-            self._add(intervals, mean)
-            self.local.add(intervals, mean)
+        for segment, share in relayed_shares(result.relayed):
+            segment.into(self.global_model, fixed.ADD, self.held, share=share)
+            self.local.add_segment(segment, fixed.ADD, share=share)
         for segments in self.remove_through(order.through):
             for segment in segments:
                 self.local.add_segment(segment, fixed.SUBTRACT, share=self._in_flight_share)
@@ -243,20 +243,8 @@ class UpdateShard(SiteShard):
     def _move_global_model(self, result: RoundResult) -> None:
         for segment in result.segments:
             segment.into(self.global_model, fixed.ADD, self.held)
-        for intervals, mean in self._means(result):
-            self._add(intervals, mean)
-
-    def _means(self, result: RoundResult) -> Iterator[tuple[Intervals, Tensor]]:
-        """The mean of relayed pushes, piece by piece."""
-        relayed = contributions(result.relayed)
-        for piece in self._pieces(self.held) if relayed else ():
-            mean = relayed_mean(relayed, piece.intervals, self.scratch)
-            if mean is not None:
-                yield piece.intervals, mean
-
-    def _add(self, intervals: Intervals, values: Tensor) -> None:
-        for run in self.held.runs(intervals):
-            self.global_model[run.mine : run.mine + run.count] += values[run.theirs : run.theirs + run.count]
+        for segment, share in relayed_shares(result.relayed):
+            segment.into(self.global_model, fixed.ADD, self.held, share=share)
 
     # -- downloads -----------------------------------------------------------------------------
 
