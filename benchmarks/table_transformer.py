@@ -170,7 +170,12 @@ def claims(found: Found, plan: Plan, goal: ResultTable) -> list[Claim]:
         fast = rows["auto"]["speedup"]
         made.append(Claim("auto is at least 3 times as fast as the baseline.", fast >= 3, f"{fast:.2f} times."))
     short = found.parts.get(part_of(plan.steps), {})
-    losses = {row: statistics.fmean(one.summary["loss"] for one in runs) for row, runs in short.items()}
+    seeds = {one.seed for one in short.get("baseline", ())}
+    losses = {
+        row: statistics.fmean(one.summary["loss"] for one in runs)
+        for row, runs in short.items()
+        if {one.seed for one in runs} == seeds  # a mean over other seeds cannot be compared
+    }
     apart = [row for row in losses if row not in ("baseline", "auto", "qsgd", "powersgd")]
     if "auto" in losses and apart:
         best = min(apart, key=lambda row: losses[row])
