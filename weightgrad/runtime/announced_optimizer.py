@@ -74,6 +74,11 @@ class AnnouncedOptimizer:
                     group[name] = value
         self._announced = self._options() if strategy.shares == "gradients" else []
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer remembers anything of earlier training."""
+        return any(float(one.get("step", 1)) for one in self._optimizer.state.values() if one)
+
     def begin_anew(self, *, say: bool) -> None:
         """Forget what the optimizer remembers of earlier training: the other replicas begin without it.
 
@@ -81,7 +86,7 @@ class AnnouncedOptimizer:
             say: Whether to log it.
         """
         state = self._optimizer.state
-        if not any(float(one.get("step", 1)) for one in state.values() if one):
+        if not self.has_state:
             return
         if say:
             log.warning(

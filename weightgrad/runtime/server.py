@@ -117,7 +117,7 @@ class GlobalServer:
             self.metrics.certificate(credentials.expires)
         self.process = ServerProcess(
             0,
-            run_config.fit,
+            run_config.strategy_for,
             run_config.seed,
             transport,
             options.state,
@@ -394,7 +394,7 @@ class GlobalServer:
         return ServerRounds(self._make_coordinator(numel), self.process, self.group, self.telemetry, self._send)
 
     def _make_coordinator(self, numel: int) -> ServerCoordinator:
-        strategy = self.admission.strategy = self.run_config.fit(numel)
+        strategy = self.admission.strategy = self.run_config.strategy_for(numel, self.admission.optimizer)
         # Without a guard, one that refuses only what is not finite.
         coordinator = ServerCoordinator(strategy.for_server(), numel, self._options.guard or Guard(factor=1e9))
         if self.run_config.most_rate is not None:

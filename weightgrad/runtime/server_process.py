@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import MessageLimits, to_buffers, unpack
 from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, nbytes
 
+StrategyFor = Callable[[int, Mapping[str, Any] | None], Strategy]
+"""The strategy of a model of so many parameters, with what is known of the optimizer."""
+
 log = logging.getLogger("weightgrad.serve")
 
 LEAST_RESULT_BYTES = 16 << 20
@@ -65,7 +68,7 @@ class ServerProcess:
 
     Args:
         number: which of the processes.
-        strategy_for: the strategy for a model of so many parameters.
+        strategy_for: the strategy for a model of so many parameters and an optimizer.
         seed: the seed of the run.
         transport: the connections to the ranks.
         state: directory of this process's state; None keeps nothing.
@@ -77,7 +80,7 @@ class ServerProcess:
     def __init__(
         self,
         number: int,
-        strategy_for: Callable[[int], Strategy],
+        strategy_for: StrategyFor,
         seed: int,
         transport: ServerTransport,
         state: Path | None,
@@ -217,7 +220,7 @@ class ServerProcess:
     def _make_shard(self, begin: Begin) -> ServerShard:
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in begin.layout)
         served = Intervals.of((start, stop) for start, stop in begin.served)
-        strategy = self._strategy_for(layout.numel)
+        strategy = self._strategy_for(layout.numel, begin.optimizer)
         gradients = strategy.shares == "gradients" and begin.optimizer is not None
         source = OptimizerSpec.parse(begin.optimizer) if gradients and begin.optimizer is not None else None
         model = GlobalModel(layout, torch.zeros(served.numel), optimizer=source, rate=_no_learning_rate, held=served)

@@ -26,8 +26,8 @@ from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.local.serving import serving
-from weightgrad.runtime import frozen_parameters, sparse_gradients
-from weightgrad.runtime.admission import in_order
+from weightgrad.runtime import frozen_parameters
+from weightgrad.runtime.admission import APART, in_order
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.entry import Entry
 from weightgrad.runtime.frozen_parameters import FrozenParameters
@@ -220,11 +220,16 @@ class Site:
         spec = announced.spec(strategy) if len(several) == 1 else None
         if strategy is not None and strategy.shares == "gradients":
             _check_one_optimizer(strategy, several)
+        told = {"kind": type(several[0]).__name__} if spec is None or stages else spec.dump()
+        apart = _why_apart(parameters, stepping, frozen)
+        if apart is not None or announced.has_state:
+            told[APART] = apart or "its optimizer goes on from a state, which is its own"
         digests = unshared.digests() if self.group.first and frozen == "same" and not stages else {}
-        reply = self._entry.ask(layout, None if stages else spec, strategy, samples, version, digests)
+        reply = self._entry.ask(layout, told, strategy, samples, version, digests)
         self.strategy = Strategy(**reply.strategy)
         if self.strategy.shares == "gradients":
-            _check_shared_gradients(self.strategy, parameters, stepping, frozen)
+            if apart is not None:
+                raise StrategyError(f"{self.strategy.name} shares gradients, and {apart}")
             unshared.gradients_shared = True
         announced.adapt(self.strategy, say=self.group.first)
         inside = all(averages_gradients(one) for one in own_modules(model))
@@ -499,24 +504,27 @@ def _check_averaged(parameters: list[NamedParameter], optimizers: list[Optimizer
         )
 
 
-def _check_shared_gradients(
-    strategy: Strategy, parameters: list[NamedParameter], optimizer: Optimizer, frozen: str
-) -> None:
-    """Refuse what replicas that step with shared gradients would do differently."""
-    sparse_gradients.check_optimizer(optimizer, strategy.name)
+def _why_apart(parameters: list[NamedParameter], optimizer: Optimizer, frozen: str) -> str | None:
+    """Why a site cannot share gradients: what replicas that step with them would do differently; None if it can."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return (
+            "they are dense when they come back, and SparseAdam takes only sparse ones; take a strategy that shares "
+            "updates, such as weightgrad, or Adagrad, which takes both"
+        )
     if frozen == "shared":
-        raise StrategyError(
-            f'{strategy.name} shares gradients, and frozen="shared" would let weight decay and momentum move frozen '
-            "parameters; take a strategy that shares updates, such as weightgrad"
+        return (
+            'frozen="shared" would let weight decay and momentum move frozen parameters; take a strategy that shares '
+            "updates, such as weightgrad"
         )
     if (wide := next((one for one in parameters if one.parameter.dtype == torch.float64), None)) is not None:
-        raise StrategyError(
-            f"{wide.name} is float64, and {strategy.name} shares gradients, which travel as float32: replicas would "
-            "drift apart. Train in float32, or take a strategy that shares updates, such as weightgrad"
+        return (
+            f"{wide.name} is float64, and gradients travel as float32: replicas would drift apart. Train in float32, "
+            "or take a strategy that shares updates, such as weightgrad"
         )
     if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
-        raise StrategyError(
-            f"{alone} is trained by another optimizer, or by none, and {strategy.name} shares gradients, with which "
-            "one optimizer steps at every site: give it all parameters (groups may differ), freeze the others, or take "
-            "a strategy that shares updates, such as weightgrad"
+        return (
+            f"{alone} is trained by another optimizer, or by none, and with shared gradients one optimizer steps at "
+            "every site: give it all parameters (groups may differ), freeze the others, or take a strategy that shares "
+            "updates, such as weightgrad"
         )
+    return None
