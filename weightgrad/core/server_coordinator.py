@@ -396,6 +396,7 @@ class ServerCoordinator:
                 step=max([self.step, *(one.step for one in senders if (one.site, one.round) not in closing.refused)]),
                 included=dict(closing.included),
                 rate=rate if sent else None,
+                options=self._agreed.options(senders) if sent else (),
             ),
             pushes=pushes,
             weight=self._total_weight(closing, sum(push.weight for push in pushes)),

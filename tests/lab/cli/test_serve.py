@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from weightgrad.runtime.session import Site
 ROOT = Path(__file__).parents[3]
 NAMES = ("virginia", "tokyo")
 WRITTEN = {"sgd": "SGD(model.parameters(), lr=0.1)", "adamw": "AdamW(model.parameters(), lr=0.01)"}
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
 }
