@@ -49,6 +49,7 @@ class GlobalModel:
         held: the elements of the replica; None: all.
         gradient: memory for the gradient of a result, which replicas in one process may share, because it is filled
             and used within a step; None: the replica's own.
+        elsewhere: results are gradients, and only others can step with them: the weights stay what they were at first.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GlobalModel:
         rate: Rate,
         held: Intervals | None = None,
         gradient: Tensor | None = None,
+        elsewhere: bool = False,
     ) -> None:
         self.layout = layout
         self.held = Intervals.whole(layout.numel) if held is None else held
@@ -81,8 +83,10 @@ class GlobalModel:
             if self._parameters:  # torch has no optimizer of nothing
                 self._optimizer = make(optimizer, self._parameters)
                 self._options = numbers_of(self._optimizer)
-        self.takes_gradients = optimizer is not None
+        self.takes_gradients = optimizer is not None or elsewhere
         """Whether results are gradients; otherwise they are updates."""
+        self.elsewhere = elsewhere
+        """Whether only others step with them, so that the weights here are those of version 0."""
         self.before_move: Callable[[], None] | None = None
         """Called before the replica is written to, by whoever lets others read its memory."""
 
@@ -190,9 +194,15 @@ class GlobalModel:
 
     def twin(self) -> GlobalModel:
         """A copy with an optimizer of its own; both may use the same memory for the gradient of a step."""
-        gradient = self._gradient if self.takes_gradients else None
+        gradient = self._gradient if self.takes_gradients and not self.elsewhere else None
         found = GlobalModel(
-            self.layout, self.vector, optimizer=self._source, rate=self._rate, held=self.held, gradient=gradient
+            self.layout,
+            self.vector,
+            optimizer=self._source,
+            rate=self._rate,
+            held=self.held,
+            gradient=gradient,
+            elsewhere=self.elsewhere,
         )
         found.become(self)
         return found

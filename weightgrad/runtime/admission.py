@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.optimizers import is_linear
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
@@ -410,7 +410,10 @@ class Admission:
             servers=[(one.address, one.spans) for one in self.servers],
             init_model=self._may_initialize(request),
             clip_norm=self._run_config.clip_norm,
-            facts={"bit_s": self._run_config.bit_s.get(request.site)},
+            facts={
+                "bit_s": self._run_config.bit_s.get(request.site),
+                AT_SITES: bool((self.optimizer or {}).get(AT_SITES)),
+            },
         )
 
     @staticmethod
@@ -495,29 +498,49 @@ class Admission:
         if strategy.shares != "gradients":
             return {"kind": str((request.optimizer or {}).get("kind", ""))}
         told = request.optimizer or {}
-        if not told.get("groups"):
-            self._on_refused("another optimizer")
-            raise RefusedError(
-                f"{strategy.name} shares gradients, which one optimizer steps with, and {request.site} has described "
-                "none: a model cut by layers has one on each rank, a site may have several, or its options cannot be "
-                "told. Take a strategy that shares updates, such as weightgrad or diloco"
-            )
         try:
+            if not told.get("groups"):
+                raise StrategyError(str(told.get(APART) or "it has described none"))
             order = {slot.name: index for index, slot in enumerate(known.slots)}
-            spec = OptimizerSpec.parse(told).reordered([order[slot.name] for slot in layout.slots])
+            spec = OptimizerSpec.parse(told, build=False).reordered([order[slot.name] for slot in layout.slots])
             spec = spec.changed(strategy.optimizer_with)
-            spec.build(_without_memory(known, spec))
         except StrategyError as error:
             self._on_refused("another optimizer")
-            raise RefusedError(f"the optimizer of {request.site} cannot be made on the server: {error}") from error
-        theirs = None if self.optimizer is None else OptimizerSpec.parse(self.optimizer)
+            raise RefusedError(
+                f"{strategy.name} shares gradients, with which {request.site} cannot step: {error}. "
+                "Take a strategy that shares updates, such as weightgrad or diloco"
+            ) from error
+        theirs = None if self.optimizer is None else OptimizerSpec.parse(self.optimizer, build=False)
         if theirs is not None and (found := spec.difference(theirs)) and not self._may_initialize(request):
             self._on_refused("another optimizer")
             raise RefusedError(
                 f"{request.site} has another optimizer: {found}; {strategy.name} shares gradients, so all sites must "
                 "step alike"
             )
-        return spec.dump()
+        if self.optimizer is not None and not self._may_initialize(request):
+            return self.optimizer
+        return spec.dump() | ({AT_SITES: True} if self._only_at_sites(request, known, spec, strategy) else {})
+
+    def _only_at_sites(self, request: AdmissionRequest, known: Layout, spec: OptimizerSpec, strategy: Strategy) -> bool:
+        """Whether the server cannot make the optimizer, so that the sites step with it and the server does not."""
+        try:
+            if (request.optimizer or {}).get(AT_SITES):
+                raise StrategyError(f"{spec.kind} cannot be described")
+            OptimizerSpec.parse(spec.dump()).build(_without_memory(known, spec))
+        except StrategyError as error:
+            if strategy.needs_weights_at_server:
+                self._on_refused("another optimizer")
+                raise RefusedError(
+                    f"the optimizer of {request.site} cannot be made on the server: {error}; and {strategy.name} needs "
+                    "the weights there. Or take a strategy that shares updates, such as weightgrad"
+                ) from error
+            log.warning(
+                "%s: the sites step with the shared gradients, and this server does not. A site that joins late takes "
+                "all steps again, as long as the server remembers them; the final model comes from a site",
+                error,
+            )
+            return True
+        return False
 
     def _may_initialize(self, request: AdmissionRequest) -> bool:
         return not self.initialized and self.initializer == request.site

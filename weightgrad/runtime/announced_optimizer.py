@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weightgrad.core.optimizer_options import numbers_of
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.optimizers import rates_of
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
@@ -38,25 +38,12 @@ class AnnouncedOptimizer:
         """The learning rate of the first group; 1 if the optimizer has none."""
         return rates_of(self._optimizer)[0]
 
-    def spec(self, strategy: Strategy | None) -> OptimizerSpec | None:
-        """What to announce; None where nobody else needs it.
-
-        Args:
-            strategy: The strategy of the run; None if it is not known yet, and not settled if it depends on the
-                optimizer. Then one that cannot be announced is no mistake: the server's strategy may not need it.
-
-        Raises:
-            StrategyError: The strategy shares gradients, and other replicas cannot have this optimizer.
-        """
-        unknown = strategy is None or bool(strategy.near)
-        if strategy is not None and strategy.shares != "gradients" and not unknown:
-            return None
+    def told(self) -> dict[str, Any]:
+        """What the server is told about the optimizer, whether it will step with it or not."""
         try:
-            return OptimizerSpec.of(self._optimizer, self._parameters)
+            return OptimizerSpec.of(self._optimizer, self._parameters).dump()
         except StrategyError:
-            if unknown:
-                return None
-            raise
+            return {**OptimizerSpec.of(self._optimizer, self._parameters, all_=False).dump(), AT_SITES: True}
 
     def adapt(self, strategy: Strategy, *, say: bool) -> None:
         """Change the options that a strategy overrides, and remember the rest as announced.

@@ -52,7 +52,7 @@ class FirstModel:
         assert admission.initializer is not None
         strategy = self._run_config.strategy_for(admission.layout.numel, admission.optimizer)
         shared = strategy.shares == "gradients" and admission.optimizer is not None
-        spec = OptimizerSpec.parse(admission.optimizer) if shared and admission.optimizer is not None else None
+        spec = OptimizerSpec.parse(admission.optimizer, build=False) if shared and admission.optimizer else None
         whole_tensors = strategy.whole_tensors or (spec is not None and spec.needs_whole_tensors)
         served = pieces.divide(admission.layout, self._group.size, whole_tensors=whole_tensors)
         admission.servers = [

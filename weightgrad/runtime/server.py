@@ -15,6 +15,7 @@ from collections import deque
 
 from weightgrad.codecs import cost as codec_cost
 from weightgrad.core.guard import Guard
+from weightgrad.core.optimizer_spec import AT_SITES
 from weightgrad.core.server_coordinator import ServerCoordinator
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, StrategyError, WeightGradError
 from weightgrad.event_log import EventLog
@@ -397,6 +398,7 @@ class GlobalServer:
         strategy = self.admission.strategy = self.run_config.strategy_for(numel, self.admission.optimizer)
         # Without a guard, one that refuses only what is not finite.
         coordinator = ServerCoordinator(strategy.for_server(), numel, self._options.guard or Guard(factor=1e9))
+        coordinator.elsewhere = bool((self.admission.optimizer or {}).get(AT_SITES))
         if self.run_config.most_rate is not None:
             coordinator.most_rate = self.run_config.most_rate
         if coordinator.controller is not None:

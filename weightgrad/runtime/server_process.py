@@ -18,7 +18,7 @@ import torch
 from weightgrad.core import pieces
 from weightgrad.core.global_model import WEIGHTS, GlobalModel
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.random_streams import RunStream
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_shard import ServerShard
@@ -45,6 +45,7 @@ log = logging.getLogger("weightgrad.serve")
 
 LEAST_RESULT_BYTES = 16 << 20
 """Of results that are kept for sites that were away, at least."""
+_ALL_RESULTS = 16  # times as much is kept of results where they are all that a late site can be given
 _RESULT_BYTES_A_PARAMETER = 2
 MOST_MESSAGE_BYTES = 256 << 20
 
@@ -222,9 +223,18 @@ class ServerProcess:
         served = Intervals.of((start, stop) for start, stop in begin.served)
         strategy = self._strategy_for(layout.numel, begin.optimizer)
         gradients = strategy.shares == "gradients" and begin.optimizer is not None
-        source = OptimizerSpec.parse(begin.optimizer) if gradients and begin.optimizer is not None else None
-        model = GlobalModel(layout, torch.zeros(served.numel), optimizer=source, rate=_no_learning_rate, held=served)
-        usual = max(LEAST_RESULT_BYTES, _RESULT_BYTES_A_PARAMETER * served.numel)
+        told = (begin.optimizer or {}) if gradients else {}
+        elsewhere = bool(told.get(AT_SITES))
+        source = OptimizerSpec.parse(told) if told and not elsewhere else None
+        model = GlobalModel(
+            layout,
+            torch.zeros(served.numel),
+            optimizer=source,
+            rate=_no_learning_rate,
+            held=served,
+            elsewhere=elsewhere,
+        )
+        usual = max(LEAST_RESULT_BYTES, _RESULT_BYTES_A_PARAMETER * served.numel) * (_ALL_RESULTS if elsewhere else 1)
         kept = usual if self._result_bytes is None else self._result_bytes
         results = MemoryResultLog(kept)
         key = derive(self._seed, RunStream.GLOBAL_SERVER)

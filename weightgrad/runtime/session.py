@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from weightgrad.core import strategies
 from weightgrad.core.layout import Layout
+from weightgrad.core.optimizer_spec import AT_SITES
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
@@ -165,7 +166,7 @@ class Site:
             optimizer: A `torch.optim.Optimizer` with parameters of the model, or what wraps one (Accelerate,
                 Lightning). Strategies that share updates take any, and several, by name or in a list, each with
                 parameters of its own; a step of the site is then a step of each of them. Those that share gradients
-                need one that the server can make, too, for all parameters that are trained.
+                need one, for all parameters that are trained; one that the server cannot make is stepped at the sites.
             strategy: The strategy of the run, which must be the server's; None takes the server's.
             samples: How much the updates of this site weigh: the samples that it sees in one step.
             buffers: "shared" averages persistent buffers, such as the statistics of batch norm, over all sites, by
@@ -217,10 +218,9 @@ class Site:
         self._entry = Entry(self._options, self.group)
         version = newest_version(self._options.state) if self.group.first else -1
         version = self._loaded.version if self._loaded is not None and self.group.first else version
-        spec = announced.spec(strategy) if len(several) == 1 else None
         if strategy is not None and strategy.shares == "gradients":
             _check_one_optimizer(strategy, several)
-        told = {"kind": type(several[0]).__name__} if spec is None or stages else spec.dump()
+        told = {"kind": type(several[0]).__name__} if len(several) > 1 or stages else announced.told()
         apart = _why_apart(parameters, stepping, frozen)
         if apart is not None or announced.has_state:
             told[APART] = apart or "its optimizer goes on from a state, which is its own"
@@ -240,6 +240,9 @@ class Site:
             _check_averaged(parameters, several)
         averages = buffers != "local" and not stages
         trained = dataclasses.replace(trained, averages_buffers=averages, shares_buffers=buffers == "shared")
+        if reply.facts.get(AT_SITES):
+            _check_whole(trained)
+            trained = dataclasses.replace(trained, at_sites=True)
         connection = self._entry.connect(reply, trained.sharding.held)
         self._training = SiteTraining(
             self._options, self.group, connection, self._entry.events, trained, reply, samples
@@ -476,6 +479,16 @@ def _check_parameters(parameters: list[NamedParameter], optimizer: Optimizer) ->
         raise StrategyError(
             "the optimizer has parameters that the model has not, and every worker would train them alone; put "
             "them into the model, and make the optimizer after fully_shard or parallelize_module"
+        )
+
+
+def _check_whole(trained: TrainedModel) -> None:
+    """Refuse a site no rank of which has the whole model, where the server has none."""
+    if not trained.weights.available.contains(Intervals.whole(trained.layout.numel)):
+        raise StrategyError(
+            f"the server cannot make {type(trained.optimizer).__name__}, so it has no weights to give to others, and "
+            "no rank of this site has all of them: start the server with --optimizer MODULE:CLASS, or take a strategy "
+            "that shares updates, such as weightgrad"
         )
 
 
