@@ -311,21 +311,22 @@ def test_a_late_site_gets_the_state_of_the_optimizer(name: str) -> None:
             assert torch.equal(flat(model), hub.global_model.vector)
 
 
-def _gone(hub: Hub) -> None:
+def _gone(hub: Hub, kind: str) -> None:
     """West has been there, and nobody waits for it."""
     gone, model = join(hub.address, site="west", insecure=True), network()
-    gone.prepare(model, OWN["lion"](model))
+    gone.prepare(model, OWN[kind](model))
     gone._abandon()
     hub.until(lambda: not hub.core.members.by_name["west"].live)
 
 
 @pytest.mark.parametrize("seed", [1, 2], ids=["the same weights", "other weights"])
-def test_a_late_site_where_only_sites_step(seed: int) -> None:
-    """It takes all steps of the others again, from their first weights on."""
+@pytest.mark.parametrize("kind", ["lion", "nadam"], ids=["at sites", "at the server"])
+def test_a_late_site_takes_the_steps_that_it_has_missed(kind: str, seed: int) -> None:
+    """Where only sites step, all of them, from the first weights on; else if it has those weights already."""
 
     def script(site: Site, meet: Meet) -> Tensor:
         model = network(1 if site.name == "east" else seed)
-        site.prepare(model, optimizer := OWN["lion"](model))
+        site.prepare(model, optimizer := OWN[kind](model))
         assert site.steps == (0 if site.name == "east" else 5)
         for step in itertools.count():
             if step == (5 if site.name == "east" else 0):
@@ -339,7 +340,7 @@ def test_a_late_site_where_only_sites_step(seed: int) -> None:
         return flat(model)
 
     with served("baseline") as hub:
-        _gone(hub)
+        _gone(hub, kind)
         meeting = threading.Barrier(2, timeout=300)
         east = UserScript(hub.address, "east", script, meeting.wait)
         hub.until(lambda: hub.version >= 5)
@@ -360,5 +361,5 @@ def test_a_late_site_that_would_need_what_nobody_remembers() -> None:
             with pytest.raises(RefusedError, match=r"remembers too few of their gradients.*--optimizer MODULE:CLASS"):
                 join(hub.address, site="west", insecure=True).prepare(other := network(2), OWN["lion"](other))
 
-        _gone(hub)
+        _gone(hub, "lion")
         UserScript(hub.address, "east", forget).end()

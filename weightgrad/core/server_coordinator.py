@@ -557,6 +557,7 @@ class ServerCoordinator:
             codec = None  # it is exact: nothing has to be sent after it
         first = self.elsewhere and not known  # it is sent the first global model, and all results since
         if first and not self._remembers_all:
+            member.live = False  # nobody waits for it
             raise ProtocolError(
                 f"{member.name} needs the global model of version {self.version}, and the server does not have it: the "
                 "sites step with an optimizer that the server cannot make, and it remembers too few of their gradients "

@@ -500,7 +500,7 @@ class Admission:
         told = request.optimizer or {}
         try:
             if not told.get("groups"):
-                raise StrategyError(str(told.get(APART) or "it has described none"))
+                raise StrategyError(str(told.get(APART) or "it has described no optimizer"))
             order = {slot.name: index for index, slot in enumerate(known.slots)}
             spec = OptimizerSpec.parse(told, build=False).reordered([order[slot.name] for slot in layout.slots])
             spec = spec.changed(strategy.optimizer_with)

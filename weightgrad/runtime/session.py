@@ -224,6 +224,8 @@ class Site:
         apart = _why_apart(parameters, stepping, frozen)
         if apart is not None or announced.has_state:
             told[APART] = apart or "its optimizer goes on from a state, which is its own"
+        if len(several) > 1:
+            told[APART] = f"it has {len(several)} optimizers, and with shared gradients one steps at every site"
         digests = unshared.digests() if self.group.first and frozen == "same" and not stages else {}
         reply = self._entry.ask(layout, told, strategy, samples, version, digests)
         self.strategy = Strategy(**reply.strategy)

@@ -140,7 +140,11 @@ class UserReplica:
             put_numbers(self._optimizer, options)
 
     def resume_passes(self) -> None:
-        """Outside of a step: nothing, the module has the weights to compute on."""
+        """Outside of a step: step with the last result, if a site that joined late has been sent those it missed."""
+        if self._waiting:
+            self.settle()
+            for one in self._weights.parameters:
+                one.parameter.grad = None  # the user's next backward must not add to it
 
     @contextmanager
     def at_global_model(self) -> Iterator[None]:
