@@ -208,7 +208,13 @@ class _Server:
         served = pieces.divide(layout, case.processes, whole_tensors=False)
         self._strategy = find_strategy(case.strategy)
         self.process = ServerProcess(
-            case.process, lambda numel: self._strategy, 3, _NoTransport(), directory, lambda *_: None, lambda _: None
+            case.process,
+            lambda numel, optimizer: self._strategy,
+            3,
+            _NoTransport(),
+            directory,
+            lambda *_: None,
+            lambda _: None,
         )
         self._own = served[case.process]
         self.process.prepare(

@@ -345,3 +345,71 @@ def test_a_strategy_needs_both() -> None:
         strategies.find("auto", {"trigger": "every(4)"})
     with pytest.raises(StrategyError, match="needs shares"):
         strategies.find("baseline", {"controller": "auto()", "trigger": "scheduled(8)"})
+
+
+# -- lines without distance -------------------------------------------------------------------------
+
+
+def drive_near(found: Controller, trip: float, round_s: float, step: float, rounds: int) -> None:
+    """Rounds of a fixed length over lines of that round trip."""
+    for _ in range(rounds):
+        nbytes = int(found._nbytes(found.density))
+        for name in ("east", "west"):
+            found.observe(name, Report(step, trip_seconds=trip), round_s, nbytes)
+        found.decide(["east", "west"])
+
+
+def test_lines_without_distance_carry_everything_from_the_second_round_on() -> None:
+    found = Auto().controller(100_000)
+    for name in ("east", "west"):
+        found.observe(name, Report(0.001, trip_seconds=5e-5), None, 0)
+    decision = found.decide(["east", "west"])
+    assert decision is not None
+    assert (decision.schedule.every, decision.schedule.overlap, decision.schedule.up) == (1, 0, "fp32")
+    assert decision.down == "fp32"
+    drive_near(found, 5e-5, 0.015, 0.001, 100)
+    assert found.now.schedule == decision.schedule, "a short run waits, however short its steps"
+
+
+def test_a_long_run_waits_for_half_of_its_time_at_most() -> None:
+    found = Auto().controller(100_000)
+    drive_near(found, 5e-5, 0.015, 0.001, 2000)
+    schedule = found.now.schedule
+    assert (schedule.every, schedule.overlap, schedule.up) == (16, 0, "fp32")
+    drive_near(found, 5e-5, 0.011, 0.001, 50)
+    assert found.now.schedule == schedule, "it does not swing"
+    again = Auto().controller(100_000)
+    again.load(found.state())
+    assert again.measured.waited == found.measured.waited
+    assert again.measured.trips == found.measured.trips
+
+
+def test_one_far_site_is_enough_for_the_usual_schedules() -> None:
+    found = Auto().controller(100_000)
+    drive_near(found, 5e-5, 0.015, 0.03, 5)
+    assert found.density == 1.0
+    for _ in range(40):
+        for name, trip in (("east", 5e-5), ("west", 0.08)):
+            found.observe(name, Report(0.03, trip_seconds=trip), trip + 0.02, int(found._nbytes(found.density)))
+        found.decide(["east", "west"])
+    assert found.density < 1
+
+
+def test_a_large_model_is_tried_on_a_near_line_in_parts_and_a_thin_one_is_noticed() -> None:
+    numel, slope = 100_000_000, 8 / 100e6
+    found = Auto().controller(numel)
+    densities = []
+    for _ in range(12):
+        nbytes = int(found._nbytes(found.density))
+        for name in ("east", "west"):
+            found.observe(name, Report(0.1, trip_seconds=1e-3), 1e-3 + slope * nbytes, nbytes)
+        found.decide(["east", "west"])
+        densities.append(found.density)
+    assert max(densities) < 0.5, "all of it would take 16 s"
+    assert found.now.schedule.up.startswith("ef(topk(")
+
+
+def test_a_budget_holds_on_near_lines_too() -> None:
+    found = Auto(budget="1 GB/day").controller(100_000)
+    drive_near(found, 5e-5, 0.015, 0.03, 20)
+    assert found.density < 1

@@ -5,20 +5,25 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from weightgrad.core import optimizer_spec
 from weightgrad.core.optimizer_spec import OptimizerSpec, allow_optimizer
 from weightgrad.errors import RefusedError, StrategyError
+from weightgrad.lab.run.deployment import run_config
 from weightgrad.runtime.session import Site, join
 from weightgrad.runtime.user_optimizer import unwrap_optimizer
 
-from .user_sites import STEPS, Meet, UserScript, backward, flat, network, reference, run_sites, served
+from .deployment import PATIENCE_S, Hub, tiny
+from .user_sites import NAMES, STEPS, Meet, UserScript, backward, flat, network, reference, run_sites, served
 
 UPDATES = "diloco, every: 2"
 
@@ -125,13 +130,22 @@ def test_muon_sees_the_shapes_at_the_server_too() -> None:
     torch.testing.assert_close(global_model, reference(model, make(model)), rtol=1e-2, atol=1e-3)  # in bfloat16
 
 
-def test_an_optimizer_that_the_server_does_not_know() -> None:
-    with pytest.raises(
-        RefusedError, match=r"--optimizer \S*test_loops_optimizers:Lion.*shares updates, such as weightgrad"
-    ):
-        run_sites("baseline", train(OWN["lion"]), "east")
-    results, global_model = run_sites(UPDATES, train(OWN["lion"]))
-    assert all(torch.equal(flat(model), global_model) for model in results.values())
+@pytest.mark.parametrize("strategy", ["baseline", "qsgd", "dgc", UPDATES])
+def test_an_optimizer_that_the_server_cannot_make(strategy: str, tmp_path: Path) -> None:
+    """Where gradients are shared the sites step with it, and the server writes the model that they send."""
+    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+    config = run_config(tiny(f"{{name: {strategy}, t_global: 600}}", workers=1))
+    with Hub(replace(config, sites=NAMES), out=tmp_path) as hub:
+        sites = [UserScript(hub.address, name, train(OWN["lion"]), meeting.wait) for name in NAMES]
+        east, west = (flat(site.end()) for site in sites)
+        hub.until(lambda: all(not member.live for member in hub.core.members.by_name.values()))
+    assert torch.equal(east, west)
+    written = network()
+    written.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(flat(written), east)
+    if strategy == "baseline":
+        model = network()
+        torch.testing.assert_close(east, reference(model, OWN["lion"](model)), rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_server_may_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,3 +309,57 @@ def test_a_late_site_gets_the_state_of_the_optimizer(name: str) -> None:
         hub.until(lambda: all(not member.live for member in hub.core.members.by_name.values()))
         for model in models:
             assert torch.equal(flat(model), hub.global_model.vector)
+
+
+def _gone(hub: Hub, kind: str) -> None:
+    """West has been there, and nobody waits for it."""
+    gone, model = join(hub.address, site="west", insecure=True), network()
+    gone.prepare(model, OWN[kind](model))
+    gone._abandon()
+    hub.until(lambda: not hub.core.members.by_name["west"].live)
+
+
+@pytest.mark.parametrize("seed", [1, 2], ids=["the same weights", "other weights"])
+@pytest.mark.parametrize("kind", ["lion", "nadam"], ids=["at sites", "at the server"])
+def test_a_late_site_takes_the_steps_that_it_has_missed(kind: str, seed: int) -> None:
+    """Where only sites step, all of them, from the first weights on; else if it has those weights already."""
+
+    def script(site: Site, meet: Meet) -> Tensor:
+        model = network(1 if site.name == "east" else seed)
+        site.prepare(model, optimizer := OWN[kind](model))
+        assert site.steps == (0 if site.name == "east" else 5)
+        for step in itertools.count():
+            if step == (5 if site.name == "east" else 0):
+                meet()
+            if site.steps >= 10:
+                break
+            optimizer.zero_grad()
+            backward(model, site.name, step)
+            optimizer.step()
+        site.leave()
+        return flat(model)
+
+    with served("baseline") as hub:
+        _gone(hub, kind)
+        meeting = threading.Barrier(2, timeout=300)
+        east = UserScript(hub.address, "east", script, meeting.wait)
+        hub.until(lambda: hub.version >= 5)
+        west = UserScript(hub.address, "west", script, meeting.wait)
+        assert torch.equal(east.end(), west.end())
+
+
+def test_a_late_site_that_would_need_what_nobody_remembers() -> None:
+    with served("baseline") as hub:
+
+        def forget(site: Site, meet: Meet) -> None:
+            model = network()
+            site.prepare(model, optimizer := OWN["lion"](model))
+            for step in range(3):
+                backward(model, "east", step)
+                optimizer.step()
+            hub.core._first_result = 3
+            with pytest.raises(RefusedError, match=r"remembers too few of their gradients.*--optimizer MODULE:CLASS"):
+                join(hub.address, site="west", insecure=True).prepare(other := network(2), OWN["lion"](other))
+
+        _gone(hub, "lion")
+        UserScript(hub.address, "east", forget).end()

@@ -180,14 +180,12 @@ def test_a_scaler_after_unscale_and_clipping() -> None:
 
 @pytest.mark.parametrize("strategy", ["baseline", UPDATES])
 def test_one_cycle(strategy: str) -> None:
-    """A schedule of the momentum: strategies that share updates take it, the others say what to do."""
+    """A schedule of the momentum: where gradients are shared, it travels with them."""
 
     def script(site: Site, meet: Meet) -> Tensor:
         model, optimizer = _prepared(site)
         meet()
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=0.1, total_steps=STEPS, cycle_momentum=strategy != "baseline"
-        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS)
         for step in range(STEPS):
             optimizer.zero_grad()
             backward(model, site.name, step)
@@ -292,3 +290,61 @@ def test_an_ema_a_pickled_model_and_gradients_after_the_step() -> None:
     assert norms == west[2], "what is left in .grad is the shared gradient"
     assert size < 4000
     assert set(results) == set(NAMES)
+
+
+SCHEDULED: dict[str, Any] = {
+    "momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "betas": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "one group alone": lambda model: torch.optim.Adam(
+        [{"params": model[0].parameters(), "lr": 0.03}, {"params": model[2].parameters()}], lr=0.01
+    ),
+}
+
+
+def _change(optimizer: Optimizer, step: int) -> None:
+    """A schedule of one's own: momentum or betas, weight decay, and the rate of the last group."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.01 * step
+        if "momentum" in group:
+            group["momentum"] = 0.9 - 0.05 * step
+        else:
+            group["betas"] = (0.9 - 0.05 * step, 0.99)
+    if len(optimizer.param_groups) > 1:
+        optimizer.param_groups[-1]["lr"] = 0.01 / (1 + step)
+
+
+@pytest.mark.parametrize("kind", SCHEDULED)
+def test_options_that_change_travel_with_shared_gradients(kind: str) -> None:
+    """As plain PyTorch with the same schedule, and the same bits at both sites and at the server."""
+
+    def script(site: Site, meet: Meet) -> Tensor:
+        model = network()
+        site.prepare(model, optimizer := SCHEDULED[kind](model))
+        meet()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, site.name, step)
+            _change(optimizer, step)
+            kept = [dict(group) for group in optimizer.param_groups]
+            optimizer.step()
+            for group, before in zip(optimizer.param_groups, kept, strict=True):
+                assert {k: v for k, v in group.items() if k != "params"} == {
+                    k: v for k, v in before.items() if k != "params"
+                }
+        site.leave()
+        return flat(model)
+
+    results, global_model = run_sites("baseline", script)
+    assert all(torch.equal(vector, global_model) for vector in results.values())
+    model = network()
+    optimizer = SCHEDULED[kind](model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for name in ("east", "west"):
+            backward(model, name, step)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        _change(optimizer, step)
+        optimizer.step()
+    torch.testing.assert_close(global_model, flat(model), rtol=1e-4, atol=1e-5)

@@ -74,7 +74,13 @@ class TwoProcesses:
         self.queues: dict[int, deque[bytes]] = {0: deque(), 1: deque()}
         config = RunConfig(SITES, fit, seed=3)
         self.worker = ServerWorker(
-            fit, 3, self._transport("worker"), 7444, lambda entry: None, QueueGroup(1, self.queues), state=disk / "1"
+            config.strategy_for,
+            3,
+            self._transport("worker"),
+            7444,
+            lambda entry: None,
+            QueueGroup(1, self.queues),
+            state=disk / "1",
         )
         try:
             self.coordinator = GlobalServer(

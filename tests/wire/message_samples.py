@@ -72,6 +72,7 @@ def plain(thing: object) -> object:
 numbers = st.integers(0, 2**32 - 1)
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=16)
 rates = st.none() | st.floats(0, 1e300)
+options = st.lists(st.floats(-1e300, 1e300), max_size=5).map(tuple)
 payloads = st.builds(payload, st.sampled_from(SPECS), st.sampled_from(SHAPES), st.integers(0, 3))
 included = st.dictionaries(names, numbers, max_size=4)
 
@@ -141,6 +142,7 @@ def pushes(values: st.SearchStrategy[tuple[Segment, ...]]) -> st.SearchStrategy[
         segments=values,
         final=st.booleans(),
         rate=rates,
+        options=options,
         report=reports,
         buffers=scalars,
     )
@@ -164,6 +166,7 @@ def results(values: st.SearchStrategy[tuple[Segment, ...]]) -> st.SearchStrategy
         segments=values,
         included=included,
         rate=rates,
+        options=options,
         schedule=schedules,
         relayed=relayed(values),
         buffers=scalars,
@@ -255,13 +258,13 @@ def seeds() -> Iterator[bytes]:
     schedule = SyncSchedule(8, 2, "qsgd(bits=4)")
     messages: list[Message] = [
         push(),
-        push(final=True, rate=0.5, report=Report(0.5, 3, 1.5, 0.25)),
+        push(final=True, rate=0.5, options=(0.9, -1.0), report=Report(0.5, 3, 1.5, 0.25)),
         push(buffers=named),
         push_part(),
         push_part(*mixed),
         push_part(*woven, last=False),
         RoundRequest(round=4),
-        result(included={"iowa": 1, "ohio": 2}, rate=0.1, schedule=schedule),
+        result(included={"iowa": 1, "ohio": 2}, rate=0.1, options=(0.95,), schedule=schedule),
         result(relayed=(relayed_push("iowa", None), relayed_push("ohio"))),
         result(relayed=(relayed_push("iowa", None),), buffers=named),
         result_part(*mixed[:2], last=False),

@@ -46,13 +46,15 @@ class Kind:
 
 
 KINDS = {
-    1: Kind("Push", True, ("round", "after", "step", "seen", "samples"), ("final", "rate", "report", "buffers")),
+    1: Kind(
+        "Push", True, ("round", "after", "step", "seen", "samples"), ("final", "rate", "report", "buffers", "options")
+    ),
     2: Kind("RoundRequest", False, ("round",)),
     3: Kind(
         "RoundResult",
         False,
         ("version", "round", "step", "sites", "relayed"),
-        (None, "rate", "sync schedule", "buffers"),
+        (None, "rate", "sync schedule", "buffers", "options"),
     ),
     4: Kind("Join", True, ("version + 1", "epoch"), ("download codec", "digest", "training")),
     5: Kind(
@@ -123,6 +125,12 @@ class Reader:
         require(count * least <= self.left, "TruncatedError", "count")
         return count
 
+    def options(self) -> tuple[float, ...]:
+        (count,) = self.unpack("<H")
+        numbers = tuple(self.unpack(f"<{count}d"))
+        require(1 <= count <= 4096 and all(math.isfinite(one) for one in numbers), "ProtocolError", "options")
+        return numbers
+
     def message(self) -> Fields:
         require(self.data[:4] == b"WGMS"[: len(self.data)], "MagicError")
         _, version, number, flags, name_len, *numbers, count = self.unpack("<4sBBBB5II")
@@ -150,6 +158,8 @@ class Reader:
             found["download codec"] = None if codec is None else self.codec(codec, without_memory=True)
         if "rate" in kind.flags:
             found["rate"] = positive(self.unpack("<d")[0]) if "rate" in on else None
+        if "options" in kind.flags:
+            found["options"] = self.options() if "options" in on else ()
         if kind.name == "Push":
             found["report"] = self.report() if "report" in on else None
         if "sync schedule" in kind.flags:

@@ -340,6 +340,7 @@ RELAY = pack(result(relayed=(relayed_push("iowa", None), relayed_push("ohio", ro
 RELAYED = pack(result_part(relayed=(relayed_push("iowa", None), relayed_push("ohio", (segment(0),), round=2))))
 # Length of the name at 32, "weights" at 33, a segment from 40 on.
 MODEL = pack(model_part(segment(0)))
+OPTIONS = pack(result(options=(1.0,)))
 SCHEDULED = pack(result(schedule=SyncSchedule(8, 2, "fp32")))
 REPORTED = pack(push(report=Report(0.5, 3, 1.5)))
 REPLY = pack(reply(downloads=True))
@@ -382,7 +383,7 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "the version after": (changed(PUSH, 4, b"\x03"), errors.VersionError),
     "kind 0": (changed(PUSH, 5, b"\x00"), errors.ProtocolError),
     "kind 13": (changed(PUSH, 5, b"\x0d"), errors.ProtocolError),
-    "a flag nobody knows": (changed(PUSH, 6, b"\x10"), errors.ReservedError),
+    "a flag nobody knows": (changed(PUSH, 6, b"\x20"), errors.ReservedError),
     "a sync schedule every 0 steps": (changed(SCHEDULED, 32, u32(0)), errors.ProtocolError),
     "a sync schedule of an unknown codec": (changed(SCHEDULED, 41, b"zz32"), errors.ProtocolError),
     "a sync schedule cut off": (SCHEDULED[:-1], errors.TruncatedError),
@@ -434,6 +435,12 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "a frame cut off": (PART[:-1], errors.TruncatedError),
     "a frame that was damaged": (changed(PART, 160, b"\x01"), errors.ChecksumError),
     "a frame of an unknown codec": (changed(PART, 73, b"\xfe"), errors.UnknownCodecError),
+    "options cut off": (pack(result(options=(1.0, 2.0)))[:-1], errors.TruncatedError),
+    "an option that is not finite": (
+        pack(result(options=(1.0,)))[:-8] + struct.pack("<d", math.inf),
+        errors.ProtocolError,
+    ),
+    "no options where some are announced": (pack(result(options=(1.0,)))[:-10] + bytes(2), errors.ProtocolError),
     "a rate cut off": (pack(result(rate=1.0))[:-1], errors.TruncatedError),
     "too many sites": (changed(RESULT, 20, u32(5)), errors.SizeLimitError),
     "more sites than bytes": (changed(RESULT, 20, u32(3)), errors.TruncatedError),

@@ -91,6 +91,7 @@ def fields(message: Message) -> Fields:
         "approximate",
         "last",
         "rate",
+        "options",
         "digest",
         "vector",
         "data",

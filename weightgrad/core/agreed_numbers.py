@@ -63,6 +63,14 @@ class AgreedNumbers:
         self._rate = found
         return found
 
+    @staticmethod
+    def options(pushes: Sequence[Push]) -> tuple[float, ...]:
+        """The optimizer's options to step with: the median of each number; none if most pushes state none."""
+        stating = [push.options for push in pushes if push.rate is not None]
+        usual = statistics.median_low([len(options) for options in stating]) if stating else 0
+        found = [options for options in stating if len(options) == usual]
+        return tuple(statistics.median_low(numbers) for numbers in zip(*found, strict=True)) if usual else ()
+
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint: what each site has stated, and the last rate."""
         found = {

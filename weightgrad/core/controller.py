@@ -12,7 +12,7 @@ come within `reach` steps:
 3. sparser pushes, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
 
-With a `budget` a schedule must also keep within that.
+With a `budget` a schedule must also keep within that. Lines without any distance carry everything (`near_line`).
 
 Before all of these come rounds twice as often while the sites contradict each other: when fewer than half of the
 entries that two of them sent have the same sign (see `agreement`), by more than chance explains. Then each site pulls
@@ -41,6 +41,7 @@ from weightgrad.codecs.sparse import TopK
 from weightgrad.core.agreement import Signs
 from weightgrad.core.link_fit import WINDOW
 from weightgrad.core.measurements import Measurements
+from weightgrad.core.near_line import near_schedule
 from weightgrad.core.parts import check, part
 from weightgrad.errors import StrategyError, UnitError
 from weightgrad.units import bytes_s, show_bit_s, show_bytes
@@ -240,13 +241,28 @@ class Controller:
         """
         del rate
         self.others = max(0, len(present) - 1) if relayed else None
-        if not self.measured.has_all(present):
+        near = self._near(present)
+        if near is None and not self.measured.has_all(present):
             return self._probe()
-        found = self._best(present)
+        found = self._best(present) if near is None else near
         if replace(found, why=self.now.why) == self.now:
             return None
         self.now = found
         return found
+
+    def _near(self, sites: list[str]) -> Decision | None:
+        """Everything, waited for, where no line has a distance and a budget does not forbid it."""
+        found = near_schedule(
+            *(self.measured, sites, self.numel, self.now.schedule),
+            at_most=self.auto.at_most,
+            codec_bytes_s=self.codec_bytes_s,
+        )
+        if found is None or self.auto.budget:
+            return None
+        if found.density < 1:
+            up, down = self.auto.codec(found.density), self.auto.codec(self.auto.down(found.density))
+            return Decision(SyncSchedule(1, 1, up), down, found.why, self.others is not None)
+        return Decision(SyncSchedule(found.every, 0, found.codec), found.codec, found.why)
 
     def _probe(self) -> Decision | None:
         """Some sites have not reported: make the second round of the usual size, then wait for reports."""

@@ -18,6 +18,7 @@ from weightgrad.core import optimizers, pieces
 from weightgrad.core.aggregators import relayed_shares
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import Scratch
+from weightgrad.core.optimizer_options import numbers_of, put_numbers
 from weightgrad.core.optimizer_spec import OptimizerSpec, make
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
@@ -48,6 +49,7 @@ class GlobalModel:
         held: the elements of the replica; None: all.
         gradient: memory for the gradient of a result, which replicas in one process may share, because it is filled
             and used within a step; None: the replica's own.
+        elsewhere: results are gradients, and only others can step with them: the weights stay what they were at first.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class GlobalModel:
         rate: Rate,
         held: Intervals | None = None,
         gradient: Tensor | None = None,
+        elsewhere: bool = False,
     ) -> None:
         self.layout = layout
         self.held = Intervals.whole(layout.numel) if held is None else held
@@ -69,6 +72,7 @@ class GlobalModel:
         self._source = optimizer
         self._scratch = Scratch()
         self._optimizer: torch.optim.Optimizer | None = None
+        self._options: list[float] = []  # those that it was made with
         self._parameters: dict[int, nn.Parameter] = {}
         self._rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # float32 in the vector; of another type
         if optimizer is not None:
@@ -78,8 +82,11 @@ class GlobalModel:
             self._rounded = self._round(optimizer.dtypes if isinstance(optimizer, OptimizerSpec) else {})
             if self._parameters:  # torch has no optimizer of nothing
                 self._optimizer = make(optimizer, self._parameters)
-        self.takes_gradients = optimizer is not None
+                self._options = numbers_of(self._optimizer)
+        self.takes_gradients = optimizer is not None or elsewhere
         """Whether results are gradients; otherwise they are updates."""
+        self.elsewhere = elsewhere
+        """Whether only others step with them, so that the weights here are those of version 0."""
         self.before_move: Callable[[], None] | None = None
         """Called before the replica is written to, by whoever lets others read its memory."""
 
@@ -143,18 +150,22 @@ class GlobalModel:
 
     def step_with(self, result: RoundResult) -> None:
         """Take the optimizer step with the gradient of a result."""
-        self.step_by(result.segments, result.step, result.rate)
+        self.step_by(result.segments, result.step, result.rate, result.options)
 
-    def step_by(self, segments: Sequence[Segment], step: int, rate: float | None) -> None:
+    def step_by(
+        self, segments: Sequence[Segment], step: int, rate: float | None, options: Sequence[float] = ()
+    ) -> None:
         """Take an optimizer step with a gradient, and count nothing.
 
         Args:
             segments: the gradient.
             step: the number of steps after it, which decides the learning rate if none is given.
             rate: the learning rate.
+            options: the optimizer's options; those of another number, or none, are the ones it was made with.
         """
         if self._optimizer is None:
             return
+        put_numbers(self._optimizer, options if len(options) == len(self._options) else self._options)
         self._gradient.zero_()
         for segment in segments:
             segment.into(self._gradient, fixed.STORE, self.held)
@@ -175,9 +186,15 @@ class GlobalModel:
 
     def twin(self) -> GlobalModel:
         """A copy with an optimizer of its own; both may use the same memory for the gradient of a step."""
-        gradient = self._gradient if self.takes_gradients else None
+        gradient = self._gradient if self.takes_gradients and not self.elsewhere else None
         found = GlobalModel(
-            self.layout, self.vector, optimizer=self._source, rate=self._rate, held=self.held, gradient=gradient
+            self.layout,
+            self.vector,
+            optimizer=self._source,
+            rate=self._rate,
+            held=self.held,
+            gradient=gradient,
+            elsewhere=self.elsewhere,
         )
         found.become(self)
         return found

@@ -14,6 +14,8 @@ the answer where that is worth its time.
 The price of lateness grows with its square, and with the learning rate, as a part of the largest so far: a site's
 weights are away from the others' by its steps in flight. So at the end of a schedule results may be later.
 
+Lines without any distance are waited for as long as a run is short (`near_line`).
+
 The choice changes only where that saves more than a few percent, so it does not swing. Every change is recorded with
 its reason.
 """
@@ -30,6 +32,7 @@ from torch import Tensor
 from weightgrad.core.agreement import Signs
 from weightgrad.core.controller import CODEC_BYTES_S, Decision
 from weightgrad.core.measurements import Measurements
+from weightgrad.core.near_line import near_schedule
 from weightgrad.core.parts import check, part
 from weightgrad.units import show_bit_s
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
@@ -145,12 +148,22 @@ class GradientController:
         if rate is not None and rate >= 0:
             self.peak = max(self.peak, rate)
             self.share = rate / self.peak if self.peak > 0 else 1.0
-        measured = self.measured.has_all(present, _ROUNDS)
-        found = self._best(present) if measured else self._probe()
+        near = self._near(present)
+        measured = near is not None or self.measured.has_all(present, _ROUNDS)
+        found = near if near is not None else self._best(present) if measured else self._probe()
         if found is None or (self.decided and replace(found, why=self.now.why) == self.now):
             return None
         self.now, self.decided = found, measured
         return found
+
+    def _near(self, sites: list[str]) -> Decision | None:
+        """Waiting for each result while a run on lines without distance is short."""
+        found = near_schedule(
+            *(self.measured, sites, self.numel, self.now.schedule), at_most=1, codec_bytes_s=self.codec_bytes_s
+        )
+        if found is None or found.density < 1:
+            return None
+        return Decision(SyncSchedule(1, 0, found.codec), found.codec, found.why)
 
     def _probe(self) -> Decision | None:
         """Some sites have not reported: make the second round of another size, then wait for reports."""

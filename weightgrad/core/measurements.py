@@ -23,10 +23,14 @@ class Measurements:
     Attributes:
         steps: seconds of a step.
         links: the fitted links.
+        trips: seconds of a round trip, as last reported; 0 if it is not known.
+        waited: seconds that all rounds so far were on the link.
     """
 
     steps: dict[str, float] = field(default_factory=dict)
     links: dict[str, LinkFit] = field(default_factory=dict)
+    trips: dict[str, float] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
 
     def observe(self, site: str, report: Report, network_seconds: float | None, nbytes: int) -> None:
         """Take note of a site's report.
@@ -39,8 +43,10 @@ class Measurements:
         """
         if report.step_seconds > 0:
             self.steps[site] = report.step_seconds
+        self.trips[site] = report.trip_seconds
         if network_seconds is not None:
             self.links.setdefault(site, LinkFit()).add(nbytes, max(network_seconds, 0.0), report.trip_seconds)
+            self.waited[site] = self.waited.get(site, 0.0) + max(network_seconds, 0.0)
 
     def has_all(self, sites: list[str], rounds: int = 1) -> bool:
         """Whether steps and link of each of these sites are known, the link from so many rounds."""
@@ -62,6 +68,8 @@ class Measurements:
         found = {}
         for name, seconds in self.steps.items():
             found[f"step.{name}"] = torch.tensor(seconds, dtype=torch.float64)
+        for name, trip in self.trips.items():
+            found[f"near.{name}"] = torch.tensor([trip, self.waited.get(name, 0.0)], dtype=torch.float64)
         for name, fit in self.links.items():
             found[f"link.{name}"] = torch.tensor([(fit.delay, fit.slope), *fit.rounds], dtype=torch.float64)
             found[f"trip.{name}"] = torch.tensor(fit.trip, dtype=torch.float64)
@@ -71,9 +79,12 @@ class Measurements:
         """Restore what `state` returned; other names are left alone."""
         own = {name: tensor for name, tensor in state.items() if name.startswith("step.")}
         self.steps = {name.removeprefix("step."): float(tensor) for name, tensor in own.items()}
-        self.links = {}
+        self.links, self.trips, self.waited = {}, {}, {}
         for name, tensor in state.items():
             if name.startswith("link."):
                 (delay, slope), *rounds = [(float(x), float(y)) for x, y in tensor]
                 site = name.removeprefix("link.")
                 self.links[site] = LinkFit(rounds, delay, slope, float(state[f"trip.{site}"]))
+            elif name.startswith("near."):
+                site = name.removeprefix("near.")
+                self.trips[site], self.waited[site] = (float(number) for number in tensor)

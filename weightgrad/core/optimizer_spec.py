@@ -22,6 +22,9 @@ _ELEMENTWISE = (
 )  # fmt: skip
 _NOT_FOR_OTHERS = ("params", "capturable")  # the latter is for CUDA graphs: a replica elsewhere has none
 
+AT_SITES = "at_sites"
+"""In the description of an optimizer: only sites can make it, and step with it."""
+
 _OWN: dict[str, type[Optimizer]] = {"Lars": Lars, "MuonForAll": MuonForAll}
 
 _allowed: dict[str, type[Optimizer]] = {}
@@ -81,12 +84,13 @@ class OptimizerSpec:
     path: str = ""
 
     @staticmethod
-    def of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> OptimizerSpec:
+    def of(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, all_: bool = True) -> OptimizerSpec:
         """Describe an optimizer.
 
         Args:
             optimizer: an optimizer. One that is not torch's own must be allowed where it is built.
             parameters: the model's parameters, in the order of the layout.
+            all_: whether every option must be described; otherwise those that cannot be are left out.
 
         Returns:
             The description.
@@ -99,7 +103,11 @@ class OptimizerSpec:
         groups = []
         for group, rate in zip(optimizer.param_groups, base_rates_of(optimizer), strict=True):
             options = {k: v for k, v in group.items() if k in optimizer.defaults and k not in _NOT_FOR_OTHERS}
-            plain = {k: _plain(kind.__name__, k, rate if k == "lr" else v) for k, v in options.items()}
+            plain = {
+                k: _plain(kind.__name__, k, rate if k == "lr" else v)
+                for k, v in options.items()
+                if all_ or _is_plain(v)
+            }
             groups.append((tuple(index[id(p)] for p in group["params"] if id(p) in index), plain))
         dtypes = {
             number: str(one.dtype).removeprefix("torch.")
@@ -115,8 +123,12 @@ class OptimizerSpec:
         )
 
     @staticmethod
-    def parse(data: Mapping[str, Any]) -> OptimizerSpec:
+    def parse(data: Mapping[str, Any], *, build: bool = True) -> OptimizerSpec:
         """Read what `dump` returned, also after its way through JSON.
+
+        Args:
+            data: the description.
+            build: whether the optimizer is to be built here, so that its class must be known.
 
         Raises:
             StrategyError: it cannot be read, or there is no such optimizer here.
@@ -130,14 +142,11 @@ class OptimizerSpec:
             raise StrategyError(f"an optimizer that cannot be read ({error!r})") from error
         if not good:
             raise StrategyError(f"an optimizer of parameters of unknown types: {sorted(set(dtypes.values()))}")
-        if _class_of(kind) is None:
+        if build and _class_of(kind) is None:
             where = f"MODULE:{kind}" if path.startswith("__main__") or not path else path
             remedy = f"install its module where the server runs, and start the server with --optimizer {where}"
             remedy = "use the same torch" if path.startswith("torch.") else remedy
-            raise StrategyError(
-                f"no optimizer {kind!r} in torch.optim of torch {torch.__version__}; {remedy}. Or take a strategy that "
-                "shares updates, such as weightgrad: then the server needs no optimizer"
-            )
+            raise StrategyError(f"no optimizer {kind!r} in torch.optim of torch {torch.__version__}; {remedy}")
         return OptimizerSpec(kind, groups, dtypes, bool(data.get("tensor_rate", False)), path)
 
     @property
@@ -240,6 +249,15 @@ class OptimizerSpec:
             for one in wanted
             if one.default is inspect.Parameter.empty and one.name in group and one.name != "params"
         }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an option can be told."""
+    try:
+        _plain("", "", value)
+    except StrategyError:
+        return False
+    return True
 
 
 def _plain(kind: str, name: str, value: Any) -> Any:

@@ -143,6 +143,8 @@ class ServerCoordinator:
         buffers: those of the sites' modules.
         first_norm: the norm of the first global model; a first push of that size is plausible.
         most_rate: the largest learning rate that a site may state.
+        elsewhere: whether only the sites can step with the gradients that they share: the server has the first global
+            model and the results since, as far as it remembers them.
         aligned: whether every piece of a push is needed by one rank of each other site, so that pushes can be relayed.
     """
 
@@ -156,6 +158,7 @@ class ServerCoordinator:
         self.buffers = SharedBuffers()
         self.first_norm = 0.0
         self.most_rate = MOST_RATE
+        self.elsewhere = False
         self.aligned = True
         self._guard = guard
         self._deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
@@ -396,6 +399,7 @@ class ServerCoordinator:
                 step=max([self.step, *(one.step for one in senders if (one.site, one.round) not in closing.refused)]),
                 included=dict(closing.included),
                 rate=rate if sent else None,
+                options=self._agreed.options(senders) if sent else (),
             ),
             pushes=pushes,
             weight=self._total_weight(closing, sum(push.weight for push in pushes)),
@@ -549,10 +553,19 @@ class ServerCoordinator:
             and version + 1 >= min(self._first_result, self.version + 1)
         )
         codec = None if known or download_codec is None else check_download_codec(download_codec)
-        if isinstance(codec, Fp32):
+        if isinstance(codec, Fp32) or self.elsewhere:
             codec = None  # it is exact: nothing has to be sent after it
+        first = self.elsewhere and not known  # it is sent the first global model, and all results since
+        if first and not self._remembers_all:
+            member.live = False  # nobody waits for it
+            raise ProtocolError(
+                f"{member.name} needs the global model of version {self.version}, and the server does not have it: the "
+                "sites step with an optimizer that the server cannot make, and it remembers too few of their gradients "
+                "to begin with the first. Give the site the state of another one (Site.state_dict), or start the "
+                "server with --optimizer MODULE:CLASS"
+            )
         reply = JoinReply(
-            version=self.version,
+            version=0 if first else self.version,
             round=self._last_closed + 1,
             step=self.step,
             included=member.included_round,
@@ -562,9 +575,16 @@ class ServerCoordinator:
             schedule=None if known or self.controller is None else self.controller.now.schedule,
         )
         member.loading = not known and codec is None and not training
-        member.loads = (epoch, self.version) if member.loading and epoch is not None else None
+        member.loads = (epoch, reply.version) if member.loading and epoch is not None else None
         results = tuple(self._results[one] for one in missed) if known else ()
+        if first:
+            results = tuple(self._results[one] for one in range(1, self.version + 1))
         out.downloads.append(Download(site=member.name, epoch=epoch, reply=reply, results=results, codec=codec))
+
+    @property
+    def _remembers_all(self) -> bool:
+        """Whether every result since the first global model can be sent."""
+        return not self.version or (self._first_result <= 1 and len(self._results) == self.version)
 
     # -- checkpoint ----------------------------------------------------------------------------
 

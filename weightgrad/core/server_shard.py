@@ -230,7 +230,7 @@ class ServerShard:
             signs = agreement.signs()
         return ClosedPart(
             result=result,
-            digest=self.global_model.digest_value(),
+            digest=0 if self.global_model.elsewhere else self.global_model.digest_value(),
             sizes=_sizes(result, order.receivers),
             signs=signs,
             first_result=self.log.first,
@@ -338,7 +338,8 @@ class ServerShard:
         """
         vectors = sorted(self.global_model.vectors().items())
         cut = pieces.cut(held & self.served, self.layout, per_tensor=False)
-        return self._model_parts(self.global_model.version, vectors, cut, codec)
+        version = 0 if self.global_model.elsewhere else self.global_model.version
+        return self._model_parts(version, vectors, cut, codec)
 
     def _model_parts(
         self, version: int, vectors: Sequence[tuple[str, Tensor]], cut: Sequence[Piece], codec: Codec | None

@@ -104,6 +104,7 @@ class SiteCoordinator:
         full_downloads: how often the whole global model has been downloaded.
         replay_until: after a restore from an old checkpoint, the last round whose push the server has already.
         rate: the learning rate to send with shared gradients, where the server does not know it; the driver sets it.
+        options: likewise, the optimizer's options if they are not those it announced.
         epoch: of the site's processes; the driver sets it.
         replays: whether a site that has forgotten pushes computes them again, step by step, as one that goes on from a
             checkpoint does. Otherwise it begins from the present global model, so that nothing it does is dropped as a
@@ -121,6 +122,7 @@ class SiteCoordinator:
         self.full_downloads = 0
         self.replay_until = 0
         self.rate: float | None = None
+        self.options: tuple[float, ...] = ()
         self.epoch = 0
         self.replays = True
         self.progress = SiteProgress()
@@ -334,6 +336,7 @@ class SiteCoordinator:
             samples=self.samples,
             final=final,
             rate=self.rate,
+            options=self.options,
             report=self.step_timer.report() if self.schedule.current is not None else None,
         )
         self.progress.pushed()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.optimizers import is_linear
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
@@ -36,6 +36,10 @@ _PAUSES_S = (0.0, 0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # before a si
 _FORGOTTEN_S = 600.0  # after so long, what a site has done is forgotten
 
 
+APART = "apart"
+"""In the description of an optimizer: why its site cannot share gradients."""
+
+
 @dataclass(frozen=True)
 class AdmissionRequest:
     """What a site says about itself.
@@ -48,7 +52,8 @@ class AdmissionRequest:
         samples: how many samples the site looks at in a step, which weighs its updates.
         workers: how many ranks the site has.
         strategy: the strategy that the training script asks for; None takes the server's.
-        optimizer: the optimizer, where sites share gradients.
+        optimizer: the optimizer's `kind`, and all of its description where gradients may be shared; with `APART`, why
+            this site cannot share them.
         kernels: which kernels the site runs, for logs.
         frozen: by name, the digests of parameters that take no part and must be the same at all sites.
         protocol: version of this exchange.
@@ -150,6 +155,7 @@ def parse_request(data: bytes) -> AdmissionRequest:
         valid = all(side >= 0 for side in sides) and all(isinstance(count, int) for count in counts)
         valid = valid and 1 <= request.workers <= _MOST_RANKS and isinstance(request.frozen, dict)
         valid = valid and not any(isinstance(count, bool) for count in counts)
+        valid = valid and (request.optimizer is None or isinstance(request.optimizer, dict))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"an admission request that cannot be read ({error!r})") from error
     if not valid or not (request.strategy is None or isinstance(request.strategy, dict)):
@@ -224,6 +230,7 @@ class RunConfig:
         clip_norm: the norm to which gradients are clipped, if they are.
         bit_s: what the recipe says of the bandwidth of each site's link, in bit/s.
         most_rate: the largest learning rate that a site may state, where gradients are shared; None: a million.
+        near: whether all sites are on this machine, so that nothing has to be saved on their lines.
     """
 
     sites: tuple[str, ...]
@@ -232,6 +239,28 @@ class RunConfig:
     clip_norm: float | None = None
     bit_s: Mapping[str, float] = field(default_factory=dict)
     most_rate: float | None = None
+    near: bool = False
+
+    def strategy_for(self, numel: int, optimizer: Mapping[str, Any] | None) -> Strategy:
+        """The strategy of a model of so many parameters, after its choice between rows if there is one to make.
+
+        Args:
+            numel: the parameters of the model.
+            optimizer: what the first site has told about its optimizer; a recipe's own goes before it.
+        """
+        strategy = self.fit(numel)
+        if not strategy.nonlinear and not strategy.near:
+            return strategy
+        told = dict(optimizer or {})
+        return strategy.with_optimizer(str(told.get("kind") or "SGD"), near=self.near and _can_share_gradients(told))
+
+
+def _can_share_gradients(optimizer: Mapping[str, Any]) -> bool:
+    """Whether replicas of this optimizer can step with shared gradients, at the site and here."""
+    try:
+        return not optimizer.get(APART) and bool(OptimizerSpec.parse(optimizer).groups)
+    except StrategyError:
+        return False
 
 
 class Admission:
@@ -340,7 +369,8 @@ class Admission:
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in request.layout)
         self._check_model(request, layout)
         known = self.layout if self.layout is not None else layout
-        strategy = self._run_config.fit(known.numel)
+        told = self.optimizer if self.layout is not None else request.optimizer
+        strategy = self._run_config.strategy_for(known.numel, told)
         if request.strategy is not None and (found := strategy_difference(request.strategy, strategy.to_dict())):
             self._on_refused("another strategy")
             raise RefusedError(f"{request.site} asks for another strategy: {found} on the server; make them the same")
@@ -380,7 +410,10 @@ class Admission:
             servers=[(one.address, one.spans) for one in self.servers],
             init_model=self._may_initialize(request),
             clip_norm=self._run_config.clip_norm,
-            facts={"bit_s": self._run_config.bit_s.get(request.site)},
+            facts={
+                "bit_s": self._run_config.bit_s.get(request.site),
+                AT_SITES: bool((self.optimizer or {}).get(AT_SITES)),
+            },
         )
 
     @staticmethod
@@ -461,32 +494,53 @@ class Admission:
     def _check_optimizer(
         self, request: AdmissionRequest, layout: Layout, known: Layout, strategy: Strategy
     ) -> dict[str, Any] | None:
-        """Return the optimizer that replicas step with, as the strategy changes it; None where updates are shared."""
+        """The optimizer that replicas step with, as the strategy changes it; only its name where updates are shared."""
         if strategy.shares != "gradients":
-            return None
-        if request.optimizer is None:
-            self._on_refused("another optimizer")
-            raise RefusedError(
-                f"{strategy.name} shares gradients, which one optimizer steps with, and {request.site} has described "
-                "none: a model cut by layers has one on each rank, a site may have several, or its options cannot be "
-                "told. Take a strategy that shares updates, such as weightgrad or diloco"
-            )
+            return {"kind": str((request.optimizer or {}).get("kind", ""))}
+        told = request.optimizer or {}
         try:
+            if not told.get("groups"):
+                raise StrategyError(str(told.get(APART) or "it has described no optimizer"))
             order = {slot.name: index for index, slot in enumerate(known.slots)}
-            spec = OptimizerSpec.parse(request.optimizer).reordered([order[slot.name] for slot in layout.slots])
+            spec = OptimizerSpec.parse(told, build=False).reordered([order[slot.name] for slot in layout.slots])
             spec = spec.changed(strategy.optimizer_with)
-            spec.build(_without_memory(known, spec))
         except StrategyError as error:
             self._on_refused("another optimizer")
-            raise RefusedError(f"the optimizer of {request.site} cannot be made on the server: {error}") from error
-        theirs = None if self.optimizer is None else OptimizerSpec.parse(self.optimizer)
+            raise RefusedError(
+                f"{strategy.name} shares gradients, with which {request.site} cannot step: {error}. "
+                "Take a strategy that shares updates, such as weightgrad or diloco"
+            ) from error
+        theirs = None if self.optimizer is None else OptimizerSpec.parse(self.optimizer, build=False)
         if theirs is not None and (found := spec.difference(theirs)) and not self._may_initialize(request):
             self._on_refused("another optimizer")
             raise RefusedError(
                 f"{request.site} has another optimizer: {found}; {strategy.name} shares gradients, so all sites must "
                 "step alike"
             )
-        return spec.dump()
+        if self.optimizer is not None and not self._may_initialize(request):
+            return self.optimizer
+        return spec.dump() | ({AT_SITES: True} if self._only_at_sites(request, known, spec, strategy) else {})
+
+    def _only_at_sites(self, request: AdmissionRequest, known: Layout, spec: OptimizerSpec, strategy: Strategy) -> bool:
+        """Whether the server cannot make the optimizer, so that the sites step with it and the server does not."""
+        try:
+            if (request.optimizer or {}).get(AT_SITES):
+                raise StrategyError(f"{spec.kind} cannot be described")
+            OptimizerSpec.parse(spec.dump()).build(_without_memory(known, spec))
+        except StrategyError as error:
+            if strategy.needs_weights_at_server:
+                self._on_refused("another optimizer")
+                raise RefusedError(
+                    f"the optimizer of {request.site} cannot be made on the server: {error}; and {strategy.name} needs "
+                    "the weights there. Or take a strategy that shares updates, such as weightgrad"
+                ) from error
+            log.warning(
+                "%s: the sites step with the shared gradients, and this server does not. A site that joins late takes "
+                "all steps again, as long as the server remembers them; the final model comes from a site",
+                error,
+            )
+            return True
+        return False
 
     def _may_initialize(self, request: AdmissionRequest) -> bool:
         return not self.initialized and self.initializer == request.site

@@ -73,6 +73,7 @@ class AheadReplica:
     def resume_passes(self) -> None:
         """Outside of a step: put the module where it belongs, ahead of the global model that it has been given."""
         parameters = [one.parameter for one in self._inner.trained.parameters]
+        self._inner.resume_passes()
         gradients = [parameter.grad for parameter in parameters]
         self._advance(self._pushes())
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -1,7 +1,7 @@
 """The user's optimizer as the other replicas know it.
 
 Where sites share gradients, every replica of the global model takes the optimizer step itself. So a site announces its
-optimizer when it joins; afterwards only the learning rate may change, which goes with every push.
+optimizer when it joins; afterwards the learning rate goes with every push, and so do other options if they change.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weightgrad.core.optimizer_spec import OptimizerSpec
-from weightgrad.core.optimizers import base_rates_of, rates_of
+from weightgrad.core.optimizer_options import numbers_of
+from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
+from weightgrad.core.optimizers import rates_of
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 
@@ -28,32 +29,21 @@ class AnnouncedOptimizer:
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
-        self._announced: list[dict[str, Any]] = []  # options of each group; rates as shares of the first group's
+        self._announced: list[dict[str, Any]] = []  # switches among the options of each group
+        self.numbers: list[float] = []
+        """The numbers among the options that were announced; none where updates are shared."""
 
     @property
     def rate(self) -> float:
         """The learning rate of the first group; 1 if the optimizer has none."""
         return rates_of(self._optimizer)[0]
 
-    def spec(self, strategy: Strategy | None) -> OptimizerSpec | None:
-        """What to announce; None where nobody else needs it.
-
-        Args:
-            strategy: The strategy of the run; None if it is not known yet, and not settled if it depends on the
-                optimizer. Then one that cannot be announced is no mistake: the server's strategy may not need it.
-
-        Raises:
-            StrategyError: The strategy shares gradients, and other replicas cannot have this optimizer.
-        """
-        unknown = strategy is None or bool(strategy.near)
-        if strategy is not None and strategy.shares != "gradients" and not unknown:
-            return None
+    def told(self) -> dict[str, Any]:
+        """What the server is told about the optimizer, whether it will step with it or not."""
         try:
-            return OptimizerSpec.of(self._optimizer, self._parameters)
+            return OptimizerSpec.of(self._optimizer, self._parameters).dump()
         except StrategyError:
-            if unknown:
-                return None
-            raise
+            return {**OptimizerSpec.of(self._optimizer, self._parameters, all_=False).dump(), AT_SITES: True}
 
     def adapt(self, strategy: Strategy, *, say: bool) -> None:
         """Change the options that a strategy overrides, and remember the rest as announced.
@@ -72,7 +62,14 @@ class AnnouncedOptimizer:
                             "%s: %s of the optimizer is now %s (was %s)", strategy.name, name, value, group[name]
                         )
                     group[name] = value
-        self._announced = self._options() if strategy.shares == "gradients" else []
+        shared = strategy.shares == "gradients"
+        self._announced = self._switches() if shared else []
+        self.numbers = numbers_of(self._optimizer) if shared else []
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer remembers anything of earlier training."""
+        return any(float(one.get("step", 1)) for one in self._optimizer.state.values() if one)
 
     def begin_anew(self, *, say: bool) -> None:
         """Forget what the optimizer remembers of earlier training: the other replicas begin without it.
@@ -81,7 +78,7 @@ class AnnouncedOptimizer:
             say: Whether to log it.
         """
         state = self._optimizer.state
-        if not any(float(one.get("step", 1)) for one in state.values() if one):
+        if not self.has_state:
             return
         if say:
             log.warning(
@@ -96,27 +93,36 @@ class AnnouncedOptimizer:
                     total = torch.full_like(parameter.detach(), group["initial_accumulator_value"])
                     state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
-    def _options(self) -> list[dict[str, Any]]:
-        known = self._optimizer.defaults
-        options = [{k: v for k, v in group.items() if k in known} for group in self._optimizer.param_groups]
-        rates = base_rates_of(self._optimizer)
-        ratios = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
-        return [
-            {**group, "lr": ratio} if "lr" in group else group for group, ratio in zip(options, ratios, strict=True)
-        ]
+    def changed(self) -> tuple[float, ...]:
+        """The numbers among the options, where they are not those that were announced; else nothing."""
+        if not self.numbers:
+            return ()
+        now = numbers_of(self._optimizer)
+        same = len(now) == len(self.numbers) and all(
+            math.isclose(one, announced, rel_tol=1e-6) for one, announced in zip(now, self.numbers, strict=True)
+        )
+        return () if same else tuple(now)
 
     def check(self) -> None:
         """Compare the optimizer with what was announced.
 
         Raises:
-            StrategyError: Something other than the common learning rate has changed.
+            StrategyError: There are other groups than before, or switches were turned: the others cannot know.
         """
-        for announced, group in zip(self._announced, self._optimizer.param_groups, strict=False):
-            for name, value in announced.items():
-                wanted = value * self.rate if name == "lr" else value
-                if group[name] != wanted and not (name == "lr" and math.isclose(group[name], wanted, rel_tol=1e-6)):
-                    raise StrategyError(
-                        f"{name} of the optimizer has become {group[name]} where the other sites have {wanted}: with "
-                        "shared gradients only the rate may change, of all groups alike (OneCycleLR: "
-                        "cycle_momentum=False). Or take a strategy that shares updates, such as weightgrad or diloco"
-                    )
+        if self.numbers and self._switches() != self._announced:
+            raise StrategyError(
+                "groups or switches of the optimizer are not those that it had in prepare(), and with shared gradients "
+                "the other replicas step as it did then: leave() and join again. Or take a strategy that shares "
+                "updates, such as weightgrad or diloco"
+            )
+
+    def _switches(self) -> list[dict[str, Any]]:
+        """What is no number among the options of each group, and how many parameters it has."""
+        known = self._optimizer.defaults
+        return [
+            {
+                "params": len(group["params"]),
+                **{k: v for k, v in group.items() if k in known and (v is None or isinstance(v, bool | str))},
+            }
+            for group in self._optimizer.param_groups
+        ]

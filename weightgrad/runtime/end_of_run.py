@@ -119,7 +119,10 @@ class EndOfRun:
                 shard = process.serving.shard
                 quantized = self._run_config.fit(shard.layout.numel).evaluate == "quantized"
                 shared, version = None if core is None else core.buffers.mean, shard.global_model.version
-                state = self._final_states.collect(shard.layout, version, wanted=quantized, shared=shared)
+                elsewhere = shard.global_model.elsewhere
+                state = self._final_states.collect(
+                    shard.layout, version, wanted=quantized, elsewhere=elsewhere, shared=shared
+                )
                 write_final_model(self._options.out, shard, group, state)
             except CheckpointError as error:
                 if failed is None:

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from weightgrad import kernels
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import RefusedError, WeightGradError
 from weightgrad.event_log import EventLog
@@ -60,7 +60,7 @@ class Entry:
     def ask(
         self,
         layout: Layout,
-        spec: OptimizerSpec | None,
+        optimizer: Mapping[str, Any],
         strategy: Strategy | None,
         samples: int,
         version: int,
@@ -70,7 +70,7 @@ class Entry:
 
         Args:
             layout: The parameters to be trained, in this site's order.
-            spec: The user's optimizer, where sites share gradients.
+            optimizer: What is told of the user's optimizer.
             strategy: The strategy that the user asked for; None takes the server's.
             samples: How much the site's updates weigh.
             version: The version of the site's global model; -1 without one.
@@ -93,7 +93,7 @@ class Entry:
                 samples=samples,
                 workers=self._group.size,
                 strategy=strategy.to_dict() if strategy is not None else None,
-                optimizer=spec.dump() if spec is not None else None,
+                optimizer=dict(optimizer),
                 kernels=str(kernels.status()),
                 frozen=dict(frozen or {}),
             )

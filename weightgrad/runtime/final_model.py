@@ -102,6 +102,8 @@ class _ModelWriter:
         """Write a file with these tensors of the global model."""
         for stem in self._stems:
             buffers, weights = self._buffers(number), "global_model"
+            if (whole := self._state.weights) is not None:
+                tensors |= {name: values_of(whole[name]).clone() for name in tensors if name in whole}
             if stem == "model" and self._state.quantized is not None:
                 weights = "quantized"
                 own = self._state.quantized

@@ -3,7 +3,8 @@
 The global server knows neither buffers (running statistics of batch norm) nor the curvature by which a site quantizes
 weights. So a site that leaves sends the server a file, its final state: the persistent buffers of its module and, where
 the strategy is judged by quantized weights, the global model as the site quantizes it. The server keeps these files
-beside the final model until it writes that one:
+beside the final model until it writes that one. Where only the sites can step with shared gradients, they send their
+weights in it, too:
 
     buffers     those that travel with rounds, as they were last; of others as `core/shared_buffers.py` combines them
     weights     quantized by the first site, in the order of the run, that has seen the last version of the global model
@@ -150,9 +151,11 @@ class FinalState:
     Attributes:
         buffers: Buffers by name.
         quantized: Quantized weights by name; None: the weights are those of the global model.
+        weights: The global model by name, where only the sites have it; None: the server has it.
     """
 
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, PackedTensor | Tensor] | None = None
     quantized: Mapping[str, PackedTensor | Tensor] | None = None
 
 
@@ -210,7 +213,13 @@ class FinalStates:
             partial.replace(target)
 
     def collect(
-        self, layout: Layout, version: int, *, wanted: bool, shared: Mapping[str, Tensor] | None = None
+        self,
+        layout: Layout,
+        version: int,
+        *,
+        wanted: bool,
+        elsewhere: bool = False,
+        shared: Mapping[str, Tensor] | None = None,
     ) -> FinalState:
         """Put together what the sites have sent, and remove their files.
 
@@ -218,6 +227,7 @@ class FinalStates:
             layout: Where the tensors of the model lie.
             version: The version of the final global model.
             wanted: Whether the strategy is judged by quantized weights.
+            elsewhere: Whether only the sites have the global model.
             shared: Buffers that have travelled with rounds.
         """
         if self._directory is None:
@@ -240,4 +250,10 @@ class FinalStates:
         for name, last in (shared or {}).items():
             if name in buffers and buffers[name].shape == last.shape:
                 buffers[name] = last.to(buffers[name].dtype)
-        return FinalState(buffers=buffers, quantized=quantized if wanted else None)
+        newest = max((one for one in found if one.quantized), key=lambda one: one.version, default=None)
+        if elsewhere and newest is None:
+            log.error("no site has sent the final model, and this server does not have it: the file has the first one")
+        elif elsewhere and newest is not None and newest.version < version:
+            log.warning("the final model is of version %d; that of version %d nobody sent", newest.version, version)
+        weights = newest.quantized if elsewhere and newest is not None else None
+        return FinalState(buffers=buffers, quantized=quantized if wanted else None, weights=weights)

@@ -50,8 +50,9 @@ class FirstModel:
         admission = self._admission
         assert admission.layout is not None
         assert admission.initializer is not None
-        strategy = self._run_config.fit(admission.layout.numel)
-        spec = None if admission.optimizer is None else OptimizerSpec.parse(admission.optimizer)
+        strategy = self._run_config.strategy_for(admission.layout.numel, admission.optimizer)
+        shared = strategy.shares == "gradients" and admission.optimizer is not None
+        spec = OptimizerSpec.parse(admission.optimizer, build=False) if shared and admission.optimizer else None
         whole_tensors = strategy.whole_tensors or (spec is not None and spec.needs_whole_tensors)
         served = pieces.divide(admission.layout, self._group.size, whole_tensors=whole_tensors)
         admission.servers = [

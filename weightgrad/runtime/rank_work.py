@@ -115,6 +115,7 @@ class RankWork:
             model.layout,
             self.share,
             self._step_now,
+            model.announced.numbers,
         )
         self.replica = replica
         if self._plan.resume.ahead:
@@ -186,7 +187,7 @@ class RankWork:
             self._connection.send_push(order.round, ())
         elif isinstance(order, Apply):
             self._work()
-            result = RoundResult(version=order.order.version, round=0, step=0, rate=order.rate)
+            result = RoundResult(version=order.order.version, round=0, step=0, rate=order.rate, options=order.options)
             self.shard.apply(order.order, self._connection.take_result(result))
             self.moved |= not self._plan.shares_gradients
         elif isinstance(order, Load):

@@ -15,6 +15,7 @@ from collections import deque
 
 from weightgrad.codecs import cost as codec_cost
 from weightgrad.core.guard import Guard
+from weightgrad.core.optimizer_spec import AT_SITES
 from weightgrad.core.server_coordinator import ServerCoordinator
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, StrategyError, WeightGradError
 from weightgrad.event_log import EventLog
@@ -117,7 +118,7 @@ class GlobalServer:
             self.metrics.certificate(credentials.expires)
         self.process = ServerProcess(
             0,
-            run_config.fit,
+            run_config.strategy_for,
             run_config.seed,
             transport,
             options.state,
@@ -394,9 +395,10 @@ class GlobalServer:
         return ServerRounds(self._make_coordinator(numel), self.process, self.group, self.telemetry, self._send)
 
     def _make_coordinator(self, numel: int) -> ServerCoordinator:
-        strategy = self.admission.strategy = self.run_config.fit(numel)
+        strategy = self.admission.strategy = self.run_config.strategy_for(numel, self.admission.optimizer)
         # Without a guard, one that refuses only what is not finite.
         coordinator = ServerCoordinator(strategy.for_server(), numel, self._options.guard or Guard(factor=1e9))
+        coordinator.elsewhere = bool((self.admission.optimizer or {}).get(AT_SITES))
         if self.run_config.most_rate is not None:
             coordinator.most_rate = self.run_config.most_rate
         if coordinator.controller is not None:

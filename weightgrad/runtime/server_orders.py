@@ -192,12 +192,18 @@ def _to_result(text: str) -> RoundResult:
 
 def _from_provision(provision: Provision) -> dict[str, Any]:
     codec = None if provision.codec is None else str(provision.codec)
-    return {"site": provision.site, "epoch": provision.epoch, "since": provision.since, "codec": codec}
+    return {
+        "site": provision.site,
+        "epoch": provision.epoch,
+        "since": provision.since,
+        "whole": provision.whole,
+        "codec": codec,
+    }
 
 
 def _to_provision(found: Mapping[str, Any]) -> Provision:
     codec = None if found["codec"] is None else codecs.parse(found["codec"])
-    return Provision(site=found["site"], epoch=found["epoch"], since=found["since"], codec=codec)
+    return Provision(**{**found, "codec": codec})
 
 
 def _from_complete(push: CompletePush) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from weightgrad.core import pieces
 from weightgrad.core.global_model import WEIGHTS, GlobalModel
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.random_streams import RunStream
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_shard import ServerShard
@@ -38,10 +38,14 @@ from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import MessageLimits, to_buffers, unpack
 from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, nbytes
 
+StrategyFor = Callable[[int, Mapping[str, Any] | None], Strategy]
+"""The strategy of a model of so many parameters, with what is known of the optimizer."""
+
 log = logging.getLogger("weightgrad.serve")
 
 LEAST_RESULT_BYTES = 16 << 20
 """Of results that are kept for sites that were away, at least."""
+_ALL_RESULTS = 16  # times as much is kept of results where they are all that a late site can be given
 _RESULT_BYTES_A_PARAMETER = 2
 MOST_MESSAGE_BYTES = 256 << 20
 
@@ -65,7 +69,7 @@ class ServerProcess:
 
     Args:
         number: which of the processes.
-        strategy_for: the strategy for a model of so many parameters.
+        strategy_for: the strategy for a model of so many parameters and an optimizer.
         seed: the seed of the run.
         transport: the connections to the ranks.
         state: directory of this process's state; None keeps nothing.
@@ -77,7 +81,7 @@ class ServerProcess:
     def __init__(
         self,
         number: int,
-        strategy_for: Callable[[int], Strategy],
+        strategy_for: StrategyFor,
         seed: int,
         transport: ServerTransport,
         state: Path | None,
@@ -217,11 +221,20 @@ class ServerProcess:
     def _make_shard(self, begin: Begin) -> ServerShard:
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in begin.layout)
         served = Intervals.of((start, stop) for start, stop in begin.served)
-        strategy = self._strategy_for(layout.numel)
+        strategy = self._strategy_for(layout.numel, begin.optimizer)
         gradients = strategy.shares == "gradients" and begin.optimizer is not None
-        source = OptimizerSpec.parse(begin.optimizer) if gradients and begin.optimizer is not None else None
-        model = GlobalModel(layout, torch.zeros(served.numel), optimizer=source, rate=_no_learning_rate, held=served)
-        usual = max(LEAST_RESULT_BYTES, _RESULT_BYTES_A_PARAMETER * served.numel)
+        told = (begin.optimizer or {}) if gradients else {}
+        elsewhere = bool(told.get(AT_SITES))
+        source = OptimizerSpec.parse(told) if told and not elsewhere else None
+        model = GlobalModel(
+            layout,
+            torch.zeros(served.numel),
+            optimizer=source,
+            rate=_no_learning_rate,
+            held=served,
+            elsewhere=elsewhere,
+        )
+        usual = max(LEAST_RESULT_BYTES, _RESULT_BYTES_A_PARAMETER * served.numel) * (_ALL_RESULTS if elsewhere else 1)
         kept = usual if self._result_bytes is None else self._result_bytes
         results = MemoryResultLog(kept)
         key = derive(self._seed, RunStream.GLOBAL_SERVER)

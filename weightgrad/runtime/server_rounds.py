@@ -282,8 +282,11 @@ class ServerRounds:
         self._send(download.site, reply)
         for result in download.results:
             self._send(download.site, result)
-        since = None if reply.downloads else reply.version - len(download.results)
-        if since is None or download.results or download.epoch is not None:
-            provision = Provision(site=download.site, epoch=download.epoch, since=since, codec=download.codec)
+        whole = reply.downloads
+        since = None if whole and not download.results else self.coordinator.version - len(download.results)
+        if whole or download.results or download.epoch is not None:
+            provision = Provision(
+                site=download.site, epoch=download.epoch, since=since, whole=whole, codec=download.codec
+            )
             self._tell_workers(Provide(provision=provision))
             self._serving.provide(provision)

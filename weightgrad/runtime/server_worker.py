@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from weightgrad.core.strategies import Strategy
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, RefusedError, WeightGradError
 from weightgrad.runtime.admission import rank_reply
 from weightgrad.runtime.final_model import write_final_model
@@ -36,7 +35,7 @@ from weightgrad.runtime.server_orders import (
     parse,
     to_bytes,
 )
-from weightgrad.runtime.server_process import ServerProcess
+from weightgrad.runtime.server_process import ServerProcess, StrategyFor
 from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.shard_server import ShardServer
 from weightgrad.runtime.transport.transport import EntryRequest, Peer, ServerTransport
@@ -53,7 +52,7 @@ class ServerWorker:
     """One of the processes that obey the coordinator.
 
     Args:
-        fit: the strategy for a model of so many parameters.
+        strategy_for: the strategy for a model of so many parameters and an optimizer.
         seed: the seed of the run.
         transport: the connections to the ranks; `run` starts and stops it.
         port: where it listens.
@@ -65,7 +64,7 @@ class ServerWorker:
 
     def __init__(
         self,
-        fit: Callable[[int], Strategy],
+        strategy_for: StrategyFor,
         seed: int,
         transport: ServerTransport,
         port: int,
@@ -78,7 +77,7 @@ class ServerWorker:
         self.transport, self.group = transport, group
         self._port, self._check_peer, self._out = port, check_peer, out
         self.process = ServerProcess(
-            group.number, fit, seed, transport, state, lambda site, size: None, lambda seconds: None
+            group.number, strategy_for, seed, transport, state, lambda site, size: None, lambda seconds: None
         )
         self._inbox: Inbox[tuple[Peer | int, bytes | memoryview]] = Inbox()
         self._stopping = False

@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 
 from weightgrad.core import strategies
 from weightgrad.core.layout import Layout
+from weightgrad.core.optimizer_spec import AT_SITES
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.local.serving import serving
-from weightgrad.runtime import frozen_parameters, sparse_gradients
-from weightgrad.runtime.admission import in_order
+from weightgrad.runtime import frozen_parameters
+from weightgrad.runtime.admission import APART, in_order
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.entry import Entry
 from weightgrad.runtime.frozen_parameters import FrozenParameters
@@ -165,7 +166,7 @@ class Site:
             optimizer: A `torch.optim.Optimizer` with parameters of the model, or what wraps one (Accelerate,
                 Lightning). Strategies that share updates take any, and several, by name or in a list, each with
                 parameters of its own; a step of the site is then a step of each of them. Those that share gradients
-                need one that the server can make, too, for all parameters that are trained.
+                need one, for all parameters that are trained; one that the server cannot make is stepped at the sites.
             strategy: The strategy of the run, which must be the server's; None takes the server's.
             samples: How much the updates of this site weigh: the samples that it sees in one step.
             buffers: "shared" averages persistent buffers, such as the statistics of batch norm, over all sites, by
@@ -217,14 +218,20 @@ class Site:
         self._entry = Entry(self._options, self.group)
         version = newest_version(self._options.state) if self.group.first else -1
         version = self._loaded.version if self._loaded is not None and self.group.first else version
-        spec = announced.spec(strategy) if len(several) == 1 else None
         if strategy is not None and strategy.shares == "gradients":
             _check_one_optimizer(strategy, several)
+        told = {"kind": type(several[0]).__name__} if len(several) > 1 or stages else announced.told()
+        apart = _why_apart(parameters, stepping, frozen)
+        if apart is not None or announced.has_state:
+            told[APART] = apart or "its optimizer goes on from a state, which is its own"
+        if len(several) > 1:
+            told[APART] = f"it has {len(several)} optimizers, and with shared gradients one steps at every site"
         digests = unshared.digests() if self.group.first and frozen == "same" and not stages else {}
-        reply = self._entry.ask(layout, None if stages else spec, strategy, samples, version, digests)
+        reply = self._entry.ask(layout, told, strategy, samples, version, digests)
         self.strategy = Strategy(**reply.strategy)
         if self.strategy.shares == "gradients":
-            _check_shared_gradients(self.strategy, parameters, stepping, frozen)
+            if apart is not None:
+                raise StrategyError(f"{self.strategy.name} shares gradients, and {apart}")
             unshared.gradients_shared = True
         announced.adapt(self.strategy, say=self.group.first)
         inside = all(averages_gradients(one) for one in own_modules(model))
@@ -235,6 +242,9 @@ class Site:
             _check_averaged(parameters, several)
         averages = buffers != "local" and not stages
         trained = dataclasses.replace(trained, averages_buffers=averages, shares_buffers=buffers == "shared")
+        if reply.facts.get(AT_SITES):
+            _check_whole(trained)
+            trained = dataclasses.replace(trained, at_sites=True)
         connection = self._entry.connect(reply, trained.sharding.held)
         self._training = SiteTraining(
             self._options, self.group, connection, self._entry.events, trained, reply, samples
@@ -474,6 +484,16 @@ def _check_parameters(parameters: list[NamedParameter], optimizer: Optimizer) ->
         )
 
 
+def _check_whole(trained: TrainedModel) -> None:
+    """Refuse a site no rank of which has the whole model, where the server has none."""
+    if not trained.weights.available.contains(Intervals.whole(trained.layout.numel)):
+        raise StrategyError(
+            f"the server cannot make {type(trained.optimizer).__name__}, so it has no weights to give to others, and "
+            "no rank of this site has all of them: start the server with --optimizer MODULE:CLASS, or take a strategy "
+            "that shares updates, such as weightgrad"
+        )
+
+
 def _of_another_optimizer(parameters: list[NamedParameter], optimizer: Optimizer) -> str | None:
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return next((one.name for one in parameters if id(one.parameter) not in theirs), None)
@@ -499,24 +519,27 @@ def _check_averaged(parameters: list[NamedParameter], optimizers: list[Optimizer
         )
 
 
-def _check_shared_gradients(
-    strategy: Strategy, parameters: list[NamedParameter], optimizer: Optimizer, frozen: str
-) -> None:
-    """Refuse what replicas that step with shared gradients would do differently."""
-    sparse_gradients.check_optimizer(optimizer, strategy.name)
+def _why_apart(parameters: list[NamedParameter], optimizer: Optimizer, frozen: str) -> str | None:
+    """Why a site cannot share gradients: what replicas that step with them would do differently; None if it can."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return (
+            "they are dense when they come back, and SparseAdam takes only sparse ones; take a strategy that shares "
+            "updates, such as weightgrad, or Adagrad, which takes both"
+        )
     if frozen == "shared":
-        raise StrategyError(
-            f'{strategy.name} shares gradients, and frozen="shared" would let weight decay and momentum move frozen '
-            "parameters; take a strategy that shares updates, such as weightgrad"
+        return (
+            'frozen="shared" would let weight decay and momentum move frozen parameters; take a strategy that shares '
+            "updates, such as weightgrad"
         )
     if (wide := next((one for one in parameters if one.parameter.dtype == torch.float64), None)) is not None:
-        raise StrategyError(
-            f"{wide.name} is float64, and {strategy.name} shares gradients, which travel as float32: replicas would "
-            "drift apart. Train in float32, or take a strategy that shares updates, such as weightgrad"
+        return (
+            f"{wide.name} is float64, and gradients travel as float32: replicas would drift apart. Train in float32, "
+            "or take a strategy that shares updates, such as weightgrad"
         )
     if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
-        raise StrategyError(
-            f"{alone} is trained by another optimizer, or by none, and {strategy.name} shares gradients, with which "
-            "one optimizer steps at every site: give it all parameters (groups may differ), freeze the others, or take "
-            "a strategy that shares updates, such as weightgrad"
+        return (
+            f"{alone} is trained by another optimizer, or by none, and with shared gradients one optimizer steps at "
+            "every site: give it all parameters (groups may differ), freeze the others, or take a strategy that shares "
+            "updates, such as weightgrad"
         )
+    return None

@@ -36,13 +36,15 @@ class Provision:
     Attributes:
         site: the site.
         epoch: of the site's processes; None: whichever are there.
-        since: the version after which results are sent; None sends the whole model.
+        since: the version after which results are sent; None sends none.
+        whole: whether the whole model is sent, before any results.
         codec: the codec of a download; None: exact.
     """
 
     site: str
     epoch: int | None
     since: int | None
+    whole: bool = False
     codec: Codec | None = None
 
 
@@ -260,10 +262,12 @@ class ShardServer:
         if owed is None or not site.ready or owed.epoch not in (None, site.epoch):
             return
         missed, site.owed, site.missed = site.missed, None, None
-        if missed is not None:
-            for result in missed:
-                self._send_result(name, site, result)
-            return
+        if owed.whole or missed is None:
+            self._send_model(name, site, owed)
+        for result in missed or ():
+            self._send_result(name, site, result)
+
+    def _send_model(self, name: str, site: _Site, owed: Provision) -> None:
         for rank, held in site.held.items():
             parts = self.shard.model_parts(held, owed.codec)
             if self.shard.global_model.takes_gradients:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
 from weightgrad.core.random_streams import RunStream
 from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.core.update_shard import UpdateShard
@@ -64,13 +69,25 @@ class SiteEnd:
             weights.begin()
             weights.write(Intervals.whole(layout.numel), decode_flat(layout, payloads))
             weights.end(changed=True)
-        if coordinator is None or (payloads is None and not buffers):
+        weighed = self._model.at_sites
+        if coordinator is None or (payloads is None and not buffers and not weighed):
             return
         state = SiteFinalState.of(layout, payloads, buffers, version=version, samples=coordinator.samples)
+        if weighed:
+            state = replace(state, quantized=self._weights())
         parts = state.parts(coordinator.name)
         for part in parts:
             self._connection.send_control(part)
         self._connection.wait_sent(sum(len(part.data) for part in parts))
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All weights of this rank, by name."""
+        layout, weights = self._model.layout, self._model.weights
+        weights.begin()
+        flat = weights.read(Intervals.whole(layout.numel), torch.empty(layout.numel))
+        found = {slot.name: slot.of(flat).clone() for slot in layout.slots}
+        weights.end(changed=False)
+        return found
 
     def write(self, events: EventLog | None, site: str, waited: float) -> None:
         """Write how the site has done, all ranks together, and close the event log; called on every rank.

@@ -146,6 +146,7 @@ class SiteLeader:
         """A step is done: start a round if it is time, and wait for what training needs before its next step."""
         coordinator, connection = self.coordinator, self._connection
         coordinator.rate = self._optimizer.rate if self._plan.shares_gradients else None
+        coordinator.options = self._optimizer.changed()
         coordinator.step_timer.trip = connection.trip_s
         found = coordinator.after_step(connection.now, self._measure)
         if found is None or found[1] is None:
@@ -250,7 +251,7 @@ class SiteLeader:
             self._receive(replace(reply, version=version, step=step) if version > reply.version else reply)
         while (found := coordinator.next_result(self._all_have)) is not None:
             order, result = found
-            self._order(Apply(order=order, rate=result.rate))
+            self._order(Apply(order=order, rate=result.rate, options=result.options))
             if result.buffers and self._work.buffers.nbytes:
                 self._order(TakeBuffers.of(order.through, result.buffers))
 

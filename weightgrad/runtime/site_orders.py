@@ -56,10 +56,12 @@ class Apply:
     Attributes:
         order: how.
         rate: the learning rate to step with, where gradients are shared.
+        options: likewise, the options of the optimizer; none: those that it announced.
     """
 
     order: ApplyOrder
     rate: float | None = None
+    options: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +187,7 @@ def parse(data: bytes) -> SiteOrder:
     kind = _KINDS[found.pop("kind")]
     if kind is Apply:
         found["order"] = ApplyOrder(**found["order"])
+        found["options"] = tuple(found["options"])
     elif kind is Load:
         found["order"] = LoadOrder(**found["order"])
     return kind(**found)

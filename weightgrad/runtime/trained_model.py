@@ -30,6 +30,8 @@ class TrainedModel:
     averages_buffers: bool
     averages_gradients: bool
     shares_buffers: bool = False
+    at_sites: bool = False
+    """Whether only sites step with shared gradients, so that the server has no weights."""
 
     @property
     def stages(self) -> bool:

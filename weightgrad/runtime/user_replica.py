@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
+from weightgrad.core.optimizer_options import numbers_of, put_numbers
 from weightgrad.core.optimizers import put_rates, rates_of
 from weightgrad.kernels import fixed
 from weightgrad.runtime.module_weights import ModuleWeights
@@ -36,6 +37,7 @@ class UserReplica:
         layout: where the parameters lie in the index space.
         exchange: brings results and weights that other ranks hold to this one.
         step_now: takes an optimizer step now, without the hooks of this package.
+        announced: the numbers among the optimizer's options that the others know.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class UserReplica:
         layout: Layout,
         exchange: ReplicaExchange,
         step_now: Callable[[], None],
+        announced: Sequence[float] = (),
     ) -> None:
         self._weights, self._gradients, self._optimizer, self._layout = weights, gradients, optimizer, layout
         self.trained, self.optimizer = weights, optimizer
@@ -54,6 +57,8 @@ class UserReplica:
         self._step_now = step_now
         self._waiting = False  # a gradient is in place that nobody has stepped with
         self._rates: list[float] | None = None
+        self._options: list[float] = []
+        self._announced = announced
         self._incoming: dict[str, Tensor] = {}
 
     # -- steps -----------------------------------------------------------------------------------
@@ -63,14 +68,19 @@ class UserReplica:
         self.settle()
         result = replace(result, segments=self.pass_on(result.segments))
         if GlobalModel.is_step(result):
-            self._waiting = self.put(result.segments, result.rate)
+            self._waiting = self.put(result.segments, result.rate, result.options or self._announced)
 
     def pass_on(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """Give the other ranks of the site what they need of these, and get what they have; called on every rank."""
         return self._exchange.pass_on(segments)
 
-    def put(self, segments: Sequence[Segment], rate: float | None) -> bool:
+    def put(self, segments: Sequence[Segment], rate: float | None, options: Sequence[float] = ()) -> bool:
         """Put a gradient into place, for the next step of the optimizer, and its learning rate if it has one.
+
+        Args:
+            segments: the gradient.
+            rate: the learning rate; None keeps the user's.
+            options: the numbers among the optimizer's options; none keeps the user's.
 
         Returns:
             True: there is a gradient to step with.
@@ -87,7 +97,7 @@ class UserReplica:
         if not inside:
             self._gradients.end(changed=True)
         if rate is not None:
-            self._set_rate(rate)
+            self._set_rate(rate, options)
         return True
 
     def settle(self) -> None:
@@ -118,16 +128,23 @@ class UserReplica:
     def stepped(self) -> None:
         """A step is done: the learning rates are the user's again."""
         if self._rates is not None:
+            put_numbers(self._optimizer, self._options)
             put_rates(self._optimizer, self._rates)
             self._rates = None
 
-    def _set_rate(self, rate: float) -> None:
-        self._rates = rates_of(self._optimizer)
+    def _set_rate(self, rate: float, options: Sequence[float]) -> None:
+        self._rates, self._options = rates_of(self._optimizer), numbers_of(self._optimizer)
         first = self._rates[0]
         put_rates(self._optimizer, [rate * (one / first if first else 1.0) for one in self._rates])
+        if len(options) == len(self._options) and list(options) != self._options:
+            put_numbers(self._optimizer, options)
 
     def resume_passes(self) -> None:
-        """Outside of a step: nothing, the module has the weights to compute on."""
+        """Outside of a step: step with the last result, if a site that joined late has been sent those it missed."""
+        if self._waiting:
+            self.settle()
+            for one in self._weights.parameters:
+                one.parameter.grad = None  # the user's next backward must not add to it
 
     @contextmanager
     def at_global_model(self) -> Iterator[None]:

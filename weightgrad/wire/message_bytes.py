@@ -7,6 +7,7 @@
     download codec         Join
     digest (8 bytes)       Join
     rate (8 bytes)         Push, RoundResult
+    options                Push, RoundResult
     report                 Push
     sync schedule          RoundResult, JoinReply
     included sites         RoundResult
@@ -38,6 +39,7 @@ from weightgrad.wire.message_fields import (
     DIGEST_FIELD,
     HELD_SPAN_FIELD,
     INCLUDED_FIELD,
+    OPTIONS_FIELD,
     RATE_FIELD,
     RELAYED_FIELD,
     REPORT_FIELD,
@@ -47,6 +49,7 @@ from weightgrad.wire.message_fields import (
     START_FIELD,
     check_disjoint,
     check_relayed,
+    checked_options,
     checked_rate,
 )
 from weightgrad.wire.message_header import (
@@ -57,6 +60,7 @@ from weightgrad.wire.message_header import (
     DOWNLOAD_CODEC,
     FINAL,
     LAST,
+    OPTIONS,
     RATE,
     REPORT,
     SCHEDULE,
@@ -111,9 +115,10 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
             _check_empty(message, message.segments)
             numbers = (message.round, message.after, message.step, message.seen, message.samples)
             flags = FINAL * message.final | RATE * (message.rate is not None) | REPORT * (message.report is not None)
-            flags |= BUFFERS * bool(message.buffers)
+            flags |= BUFFERS * bool(message.buffers) | OPTIONS * bool(message.options)
             head = _head(Push, *numbers, flags=flags, site=message.site)
-            return [head, _rate_bytes(message.rate), _report_bytes(message.report), *_buffers(message.buffers)]
+            fields = [_rate_bytes(message.rate), _options_bytes(message.options), _report_bytes(message.report)]
+            return [head, *fields, *_buffers(message.buffers)]
         case PushPart():
             numbers, flags = (message.round, message.rank), LAST * message.last
             head = _head(PushPart, *numbers, size=len(message.segments), flags=flags, site=message.site)
@@ -124,8 +129,9 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
             _check_empty(message, message.moves)
             clock = (message.version, message.round, message.step, len(message.included), len(message.relayed))
             flags = RATE * (message.rate is not None) | SCHEDULE * (message.schedule is not None)
-            flags |= BUFFERS * bool(message.buffers)
-            fields = [_rate_bytes(message.rate), _schedule_bytes(message.schedule), _included_bytes(message.included)]
+            flags |= BUFFERS * bool(message.buffers) | OPTIONS * bool(message.options)
+            fields = [_rate_bytes(message.rate), _options_bytes(message.options)]
+            fields += [_schedule_bytes(message.schedule), _included_bytes(message.included)]
             values = [*_relayed_buffers(message.relayed), *_buffers(message.buffers)]
             return [_head(RoundResult, *clock, flags=flags), *fields, *values]
         case ResultPart():
@@ -176,6 +182,12 @@ def _head(kind: type[Message], *numbers: int, size: int = 0, flags: int = 0, sit
 
 def _rate_bytes(rate: float | None) -> bytes:
     return b"" if rate is None else RATE_FIELD.pack(checked_rate(rate))
+
+
+def _options_bytes(options: Sequence[float]) -> bytes:
+    if not options:
+        return b""
+    return OPTIONS_FIELD.pack(len(checked_options(options))) + b"".join(RATE_FIELD.pack(one) for one in options)
 
 
 def _report_bytes(report: Report | None) -> bytes:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from weightgrad.errors import ProtocolError
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.messages import Segment
+from weightgrad.wire.messages import MAX_OPTIONS, Segment
 
 RATE_FIELD = struct.Struct("<d")
+OPTIONS_FIELD = struct.Struct("<H")
 DIGEST_FIELD = struct.Struct("<Q")
 REPORT_FIELD = struct.Struct("<dIdd")
 SCHEDULE_FIELD = struct.Struct("<IIB")
@@ -27,6 +28,15 @@ def checked_rate(rate: float) -> float:
     if not 0 <= rate < math.inf:
         raise ProtocolError(f"a learning rate of {rate}; it must be finite and not negative; its sender is wrong")
     return rate
+
+
+def checked_options(options: Sequence[float]) -> tuple[float, ...]:
+    """Numbers among an optimizer's options, or ProtocolError if one is not finite or there are too many."""
+    if not 0 < len(options) <= MAX_OPTIONS or not all(math.isfinite(one) for one in options):
+        raise ProtocolError(
+            f"{len(options)} options of an optimizer; wanted 1 to {MAX_OPTIONS}, all finite; its sender is wrong"
+        )
+    return tuple(options)
 
 
 def check_relayed(site: str, round_: int, weight: float, last: tuple[str, int]) -> tuple[str, int]:

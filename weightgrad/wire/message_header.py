@@ -42,6 +42,7 @@ REPORT = 4  # flag of a Push
 SCHEDULE = 4  # flag of a RoundResult or a JoinReply
 APPROXIMATE = 8  # flag of a JoinReply
 BUFFERS = 8  # flag of a Push or a RoundResult
+OPTIONS = 16  # flag of a Push or a RoundResult
 
 _FIELDS = struct.Struct("<4sBBBB5II")
 _NUMBERS = 5
@@ -59,10 +60,12 @@ class _Kind(NamedTuple):
 
 
 _KINDS: dict[type[Message], _Kind] = {
-    Push: _Kind(1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE | REPORT | BUFFERS),
+    Push: _Kind(
+        1, ("round", "after", "step", "seen", "samples"), named=True, flags=FINAL | RATE | REPORT | BUFFERS | OPTIONS
+    ),
     RoundRequest: _Kind(2, ("round",)),
     RoundResult: _Kind(
-        3, ("version", "round", "step", "len(included)", "len(relayed)"), flags=RATE | SCHEDULE | BUFFERS
+        3, ("version", "round", "step", "len(included)", "len(relayed)"), flags=RATE | SCHEDULE | BUFFERS | OPTIONS
     ),
     Join: _Kind(4, ("version + 1", "epoch"), named=True, flags=DOWNLOAD_CODEC | DIGEST | TRAINING),
     JoinReply: _Kind(5, ("version", "round", "step", "included", "pushed"), flags=DOWNLOAD | SCHEDULE | APPROXIMATE),

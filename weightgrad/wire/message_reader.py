@@ -14,6 +14,7 @@ from weightgrad.wire.message_fields import (
     DIGEST_FIELD,
     HELD_SPAN_FIELD,
     INCLUDED_FIELD,
+    OPTIONS_FIELD,
     RATE_FIELD,
     RELAYED_FIELD,
     REPORT_FIELD,
@@ -23,6 +24,7 @@ from weightgrad.wire.message_fields import (
     START_FIELD,
     check_disjoint,
     check_relayed,
+    checked_options,
     checked_rate,
 )
 from weightgrad.wire.message_header import (
@@ -34,6 +36,7 @@ from weightgrad.wire.message_header import (
     FINAL,
     LAST,
     MAX_NAME_BYTES,
+    OPTIONS,
     RATE,
     REPORT,
     SCHEDULE,
@@ -151,7 +154,7 @@ class MessageReader:
             place, parts = head.numbers
             return FinalPart(site=site, place=place, parts=parts, data=bytes(self._take(head.size, "data")))
         round_, after, step, seen, samples = head.numbers
-        rate, report = self._rate(head), self._report(head)
+        rate, options, report = self._rate(head), self._options(head), self._report(head)
         return Push(
             site=site,
             round=round_,
@@ -161,19 +164,22 @@ class MessageReader:
             samples=samples,
             final=bool(head.flags & FINAL),
             rate=rate,
+            options=options,
             report=report,
             buffers=self._buffers(head),
         )
 
     def _result(self, head: Header) -> RoundResult:
         version, round_, step, sites, relayed = head.numbers
-        rate, schedule, included = self._rate(head), self._schedule(head), self._included(sites)
+        rate, options = self._rate(head), self._options(head)
+        schedule, included = self._schedule(head), self._included(sites)
         return RoundResult(
             version=version,
             round=round_,
             step=step,
             included=included,
             rate=rate,
+            options=options,
             schedule=schedule,
             relayed=self._relayed(relayed, values=False),
             buffers=self._buffers(head),
@@ -275,6 +281,13 @@ class MessageReader:
             return None
         (rate,) = RATE_FIELD.unpack(self._take(RATE_BYTES, "rate"))
         return checked_rate(rate)
+
+    def _options(self, head: Header) -> tuple[float, ...]:
+        if not head.flags & OPTIONS:
+            return ()
+        (count,) = OPTIONS_FIELD.unpack(self._take(OPTIONS_FIELD.size, "count of options"))
+        numbers = self._take(RATE_BYTES * count, "options")
+        return checked_options([one for (one,) in RATE_FIELD.iter_unpack(numbers)])
 
     def _report(self, head: Header) -> Report | None:
         if not head.flags & REPORT:

@@ -34,6 +34,8 @@ SPAN_BYTES = 12
 HELD_SPAN_BYTES = 16
 LENGTH_BYTES = 1
 RATE_BYTES = 8
+OPTIONS_BYTES = 2  # how many numbers follow
+MAX_OPTIONS = 4096
 DIGEST_BYTES = 8
 RELAYED_BYTES = 20
 PART_BYTES = 4 << 20
@@ -143,6 +145,7 @@ class Push:
     segments: tuple[Segment, ...] = ()
     final: bool = False  # the site has finished training; later rounds do not wait for it
     rate: float | None = None  # the learning rate of the step, where the server does not know it
+    options: tuple[float, ...] = ()  # numbers among the optimizer's options, if they are not those it announced
     report: Report | None = None  # what the site has measured, where the server sets the sync schedule
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # the site's buffers, such as statistics of batch norm
 
@@ -193,6 +196,7 @@ class RoundResult:
     segments: tuple[Segment, ...] = ()
     included: Mapping[str, int] = field(default_factory=dict)  # site -> the round of its push in this result
     rate: float | None = None  # the learning rate to step with; None: every replica knows it
+    options: tuple[float, ...] = ()  # the optimizer's options to step with; none: those that it announced
     schedule: SyncSchedule | None = None  # the sync schedule from here on; None: as before
     relayed: tuple[RelayedPush, ...] = ()
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of all sites together, if any push had some
@@ -419,6 +423,7 @@ def nbytes(message: Message) -> int:
         size += len(message.site.encode())
     if isinstance(message, Push | RoundResult):
         size += 0 if message.rate is None else RATE_BYTES
+        size += OPTIONS_BYTES + RATE_BYTES * len(message.options) if message.options else 0
         size += snapshot_bytes.nbytes(message.buffers) if message.buffers else 0
     if isinstance(message, Push):
         size += 0 if message.report is None else REPORT_BYTES

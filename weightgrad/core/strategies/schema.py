@@ -192,6 +192,12 @@ class Strategy:
         """Whether no tensor may be cut between two server processes: a codec or an optimizer needs all of it."""
         return self.per == "tensor" or self.shares == "gradients"
 
+    @property
+    def needs_weights_at_server(self) -> bool:
+        """Whether the server looks at the weights themselves, so that it must step where gradients are shared."""
+        compensates = parts.parse("consistency", self.consistency).compensation
+        return self.shares == "gradients" and bool(compensates or self.down_selector.startswith("gaia"))
+
     def for_site(self) -> SiteStrategy:
         """Make the parts that a site's state machine needs."""
         return SiteStrategy(

@@ -89,7 +89,7 @@ def serve(
     ] = None,
 ) -> None:
     """Run the global server for the sites of a recipe, or for --sites: aggregate their updates, send the results."""
-    config = _run_config(recipe, sites, strategy, settings)
+    config = _run_config(recipe, sites, strategy, settings, near=is_loopback(listen))
     for path in optimizer or ():
         allow_optimizer(path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
@@ -125,7 +125,7 @@ def serve(
         revoked = Revoked(found.directory / "revoked.txt") if found is not None else None
         checks = Admission(config, secure=found is not None, revoked=revoked, on_refused=lambda reason: None)
         server = ServerWorker(
-            config.fit, config.seed, transport, transport.port, checks.check_peer, group, state=own, out=out
+            config.strategy_for, config.seed, transport, transport.port, checks.check_peer, group, state=own, out=out
         )
     else:
         options = ServeOptions(
@@ -152,7 +152,9 @@ def serve(
             events.close()
 
 
-def _run_config(recipe: str | None, sites: str | None, strategy: str | None, settings: list[str] | None) -> RunConfig:
+def _run_config(
+    recipe: str | None, sites: str | None, strategy: str | None, settings: list[str] | None, *, near: bool
+) -> RunConfig:
     """What the server announces, from a recipe or from the options that replace one."""
     if recipe is None and sites is None:
         raise RecipeError(
@@ -169,7 +171,7 @@ def _run_config(recipe: str | None, sites: str | None, strategy: str | None, set
         found = found.with_settings(settings) if settings else found
         if isinstance(found, Recipe):
             return deployment.run_config(found)
-        return deployment.listed_config(found)
+        return deployment.listed_config(found, near=near)
     if settings:
         raise RecipeError("--set changes a recipe, and there is none; write --strategy 'diloco(every=50)' instead")
     assert sites is not None
@@ -179,7 +181,7 @@ def _run_config(recipe: str | None, sites: str | None, strategy: str | None, set
     name = "--sites" if strategy is None else "--sites and --strategy"
     listed = {"name": "served", "sites": [name.strip() for name in sites.split(",")]}
     value = Document(name, listed).with_setting(chosen[0].setting).value
-    return deployment.listed_config(SiteList.of_document(Document(name, value)))
+    return deployment.listed_config(SiteList.of_document(Document(name, value)), near=near)
 
 
 def _port_of(listen: str, process: int) -> str:

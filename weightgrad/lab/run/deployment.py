@@ -36,15 +36,19 @@ def run_config(recipe: Recipe) -> RunConfig:
     )
 
 
-def listed_config(sites: SiteList) -> RunConfig:
+def listed_config(sites: SiteList, *, near: bool = False) -> RunConfig:
     """The configuration that the server announces to sites of which it knows no more than their names.
 
     A strategy that hides a round behind as many steps as it takes (`hide`) hides it behind the most that it may: what
     the links are is not known.
+
+    Args:
+        sites: Their names, and the strategy.
+        near: Whether all of them are on this machine: the server listens to nobody else.
     """
     chosen = chosen_strategy(sites)
     strategy = dataclasses.replace(chosen, overlap=chosen.hide) if chosen.hide else chosen
-    return RunConfig(sites=sites.sites, fit=lambda numel: strategy, seed=sites.seed)
+    return RunConfig(sites=sites.sites, fit=lambda numel: strategy, seed=sites.seed, near=near)
 
 
 def train(
