@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from deployment.live_run import LiveRun, descendants
 from deployment.run_checks import Check
 
 _EVERY_S = 5.0
-_MOST_GROWTH = 1.25  # of the median of the last third over that of the first
-_SLACK_MB = 20.0
+_MOST_GROWTH = 1.1  # of the most in the last third over the most in the first: a process that starts needs less
+_FEW = 40  # looks in a third, without which nothing is said
 
 
 def resident_mb(pid: int) -> float:
@@ -63,9 +62,8 @@ class MemoryWatch:
         grown, words = [], []
         for role in self.seen:
             first, _, last = self.thirds(role)
-            if len(first) < 3 or len(last) < 3:
+            if len(first) < _FEW or len(last) < _FEW:
                 continue
-            before, after = statistics.median(first), statistics.median(last)
-            words.append(f"{role} {before:.0f} to {after:.0f} MB")
-            grown += [role] if after > _MOST_GROWTH * before + _SLACK_MB else []
+            words.append(f"{role} {max(first):.0f} to {max(last):.0f} MB")
+            grown += [role] if max(last) > _MOST_GROWTH * max(first) else []
         return Check("memory is flat", not grown if words else None, ", ".join(words) or "too short to say")
