@@ -37,6 +37,7 @@ from weightgrad.wire.messages import (
     ResultPart,
     RoundResult,
     Segment,
+    Waiting,
     cut_push,
     nbytes,
 )
@@ -234,7 +235,10 @@ class RankConnection:
             self.results.add(number, message)
         elif isinstance(message, Holding):
             raise ProtocolError("the server sent a Holding, which only ranks send")
+        elif isinstance(message, Waiting):
+            self.telemetry.others_wait(message)
         else:
+            self.telemetry.waiting = None
             if isinstance(message, RoundResult):
                 self.telemetry.without = sorted(self._contributors.difference(message.included))
                 self._contributors.update(message.included)

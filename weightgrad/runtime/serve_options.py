@@ -23,6 +23,7 @@ class ServeOptions:
         max_parameters: the largest model that the first site may bring; None: one for which this machine has memory.
         first_site: the site that sends the first global model; None: the first that enters.
         first_model_s: seconds without a part of it after which another site may send the first global model.
+        waiting_s: seconds after which log and sites are told for whom a round waits, if it takes longer than it should.
         return_s: with `until_finished`, seconds to wait for the return of a site that is lost and had not finished.
         advertise: the addresses at which sites reach the processes, HOST:PORT each; None: this server's host, and the
             port of each process.
@@ -37,6 +38,7 @@ class ServeOptions:
     max_parameters: int | None = None
     first_site: str | None = None
     first_model_s: float = 60.0
+    waiting_s: float = 5.0
     return_s: float = 120.0
 
     def largest_model(self) -> int:

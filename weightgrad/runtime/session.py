@@ -353,8 +353,9 @@ class Site:
 
         Returns:
             `step`, `version` (of the global model), `loss` (the last that was noted, or None), `steps_per_second`,
-            `up_bytes`, `down_bytes`, `waiting_seconds` and `waiting_share` (for the global server); with `auto` also
-            `every`, `overlap` and `codec`, as they are now.
+            `up_bytes`, `down_bytes`, `waiting_seconds` and `waiting_share` (for the global server), `waiting_for` (the
+            sites that a late round waits for now, or "the global server"; another thread may ask while training waits);
+            with `auto` also `every`, `overlap` and `codec`, as they are now.
         """
         return self._training.stats() if self._training is not None else {"step": 0}
 

@@ -8,6 +8,7 @@ own: it is counted, and that is all.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,11 @@ class SiteTraining:
     def waited(self) -> float:
         """Seconds that training has waited for the global server, on rank 0."""
         return 0.0 if self.leader is None else self.leader.waited
+
+    @property
+    def waits(self) -> Mapping[str, int]:
+        """By name, how often training has waited long for other sites, or for the global server."""
+        return self.connection.telemetry.waits
 
     @property
     def up_bytes(self) -> int:
@@ -283,7 +289,8 @@ class SiteTraining:
         """How the site is doing, on rank 0; on other ranks the steps they have done."""
         if self._progress is None or self.coordinator is None:
             return {"step": self.steps}
-        return self._progress.stats(self.steps, self.coordinator.version, self.coordinator.schedule.current)
+        found = self._progress.stats(self.steps, self.coordinator.version, self.coordinator.schedule.current)
+        return found | {"waiting_for": self.connection.telemetry.waits_for()}
 
     def track(self, tracker: Tracker) -> None:
         """Give a tracker these numbers every few seconds and at the end, on rank 0."""
