@@ -95,6 +95,21 @@ class EndOfRun:
                 ", ".join(away),
             )
 
+    def dismiss(self) -> None:
+        """The run is over: tell the sites that had not finished, which would wait for a server that is not there."""
+        core = self._coordinator()
+        if core is None or not (self._options.until_finished and self.finished):
+            return
+        without = [one.name for one in core.members.by_name.values() if not one.done or one.name in self.gone]
+        if without:
+            log.warning("the run ends without %s", ", ".join(without))
+        for peer in [peer for peer in self._transport.sessions() if peer.site in without]:
+            self._transport.drop(
+                peer,
+                f"the run has finished without {peer.site}, at version {core.version} of the global model, and the "
+                f"global server has ended; {peer.site} keeps what it has on its disk",
+            )
+
     def take(self, part: FinalPart, numel: int) -> None:
         """A site sends its final state, which needs time."""
         self._final_states.take(part, numel)

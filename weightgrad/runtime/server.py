@@ -181,6 +181,8 @@ class GlobalServer:
             raise
         finally:
             self._inbox.close()
+            if self.failed is None and not self._stopping:
+                self.end.dismiss()
             self.transport.stop(2.0)
             try:
                 self._write_end()

@@ -67,6 +67,7 @@ def join(
     checkpoint_every: int = 50,
     streams: int = 4,
     timeout: float = 60.0,
+    reconnect: float = 3600.0,
     download_codec: str | None = None,
     metrics: str | None = None,
 ) -> Site:
@@ -86,6 +87,9 @@ def join(
         checkpoint_every: Steps from one checkpoint to the next.
         streams: Connections that carry messages to the server in parallel, 1 to 64; one more carries control messages.
         timeout: Seconds to wait for a server that cannot be reached yet.
+        reconnect: Seconds for which a site in training waits for a server that has gone away; then it ends, and can be
+            started again from its checkpoint. If the server's machine answers that nothing listens there, the server
+            has ended, and five minutes are enough.
         download_codec: A codec without memory, such as "qsgd(bits=8)", for a site that joins late over a slow link.
             It gets its first model in that codec and begins to train after a fraction of the download; the exact
             global model follows while it trains and replaces the first, and no step is lost. It has no effect where
@@ -111,6 +115,7 @@ def join(
         checkpoint_every=checkpoint_every,
         streams=streams,
         timeout=timeout,
+        reconnect=reconnect,
         download_codec=download_codec,
         metrics=metrics,
     )

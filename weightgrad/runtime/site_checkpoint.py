@@ -319,6 +319,14 @@ def newest_version(directory: Path | None) -> int:
     return -1
 
 
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest checkpoint; None without one."""
+    for path in reversed(_all(directory)):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return int(json.loads((path / _FACTS).read_text())["step"])
+    return None
+
+
 def newest_global_model(directory: Path) -> tuple[int, Tensor] | None:
     """The version of the global model in the newest checkpoint and its weights, read by one process.
 

@@ -35,7 +35,7 @@ from weightgrad.runtime.progress_log import ProgressLog, Tracker
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.rank_work import RankWork
-from weightgrad.runtime.site_checkpoint import SiteCheckpoint
+from weightgrad.runtime.site_checkpoint import SiteCheckpoint, newest_step
 from weightgrad.runtime.site_end import SiteEnd
 from weightgrad.runtime.site_leader import SiteLeader
 from weightgrad.runtime.site_orders import Measure
@@ -99,6 +99,24 @@ class SiteTraining:
         )
         self.checkpoint = None if options.state is None else self._names
         """Writes checkpoints, where `join` was given a directory."""
+        if connection.server_watch is not None:
+            connection.server_watch.kept = self._what_is_kept
+
+    def _what_is_kept(self) -> str:
+        """What a site that ends without its server leaves."""
+        if self._options.state is None:
+            return (
+                f"{self.name} had done {self.steps} steps; what it has not shared is lost, as it has no state directory"
+            )
+        if self.checkpoint is not None:
+            with suppress(WeightGradError):
+                self.checkpoint.wait()
+        step = newest_step(self._options.state)
+        found = "no checkpoint" if step is None else f"its checkpoint of step {step}"
+        return (
+            f"{self.name} had done {self.steps} steps, and has {found} in {self._options.state}: when a server runs, "
+            "the same command goes on from there"
+        )
 
     # -- what others ask ----------------------------------------------------------------------
 
