@@ -8,6 +8,7 @@ server checks certificates, names, model, strategy and optimizer here, before it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -23,6 +24,7 @@ from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.optimizers import is_linear
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
+from weightgrad.runtime.layout_vote import LayoutVote
 from weightgrad.runtime.security.credentials import Revoked
 from weightgrad.runtime.transport.transport import EntryRequest
 from weightgrad.wire.intervals import Intervals
@@ -243,7 +245,8 @@ class Admission:
         revoked: the list of revoked certificates.
         on_refused: called with a fixed phrase for every refusal.
         max_parameters: the largest model that the first site may bring; None: any that fits an index.
-        first_site: the site that sends the first global model; None: the first that enters.
+        first_site: the site that sends the first global model; None: the first that enters with the agreed model.
+        agree_s: seconds to wait until a majority of three sites or more has entered with the same model.
 
     Attributes:
         initializer: the site whose weights become the first global model.
@@ -262,9 +265,11 @@ class Admission:
         on_refused: Callable[[str], None],
         max_parameters: int | None = None,
         first_site: str | None = None,
+        agree_s: float = 0.0,
     ) -> None:
         self._run_config, self._secure, self._revoked, self._on_refused = run_config, secure, revoked, on_refused
         self._max_parameters, self._first_site = min(max_parameters or _MAX_NUMEL, _MAX_NUMEL), first_site
+        self._vote = LayoutVote(len(run_config.sites), agree_s)
         self._passed_over: set[str] = set()  # sites that did not send the first global model in time
         self._faults: dict[str, tuple[int, float]] = {}  # how often a session was ended for what it did, and when last
         self.layout: Layout | None = None
@@ -422,6 +427,24 @@ class Admission:
         if site in self._passed_over:
             raise LinkError(f"{site} did not send the first global model in time; another site may now; try again")
 
+    def _check_agreed(self, request: AdmissionRequest, layout: Layout) -> None:
+        """Whether most sites want the model of this one."""
+        if self._first_site is not None:
+            return
+        optimizer = request.optimizer if self._run_config.fit(layout.numel).shares == "gradients" else None
+        wanted = [sorted((slot.name, list(slot.shape)) for slot in layout.slots), optimizer]
+        digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+        self._vote.cast(request.site, digest, layout)
+        agreed = self._vote.agreed()
+        if agreed is None:
+            raise LinkError(
+                f"the sites have not agreed on a model yet: so far it is that of {self._vote.standing()}; try again"
+            )
+        if agreed != digest:
+            self._on_refused("another model")
+            found = first_difference(layout, self._vote.layout(agreed)) or "it has another optimizer"
+            raise RefusedError(f"the model of {request.site} is not the one that most sites have: {found}")
+
     def lost(self, site: str) -> None:
         """Note that a site is gone: if it was to send the first global model, the next site to enter does so."""
         if not self.initialized and self.initializer == site:
@@ -442,6 +465,7 @@ class Admission:
             )
         if self.layout is None:
             self._check_first(request.site)
+            self._check_agreed(request, layout)
         if self.layout is not None and (found := first_difference(layout, self.layout)) is not None:
             self._on_refused("another model")
             raise RefusedError(f"the model of {request.site} is not the one that is being trained: {found}")

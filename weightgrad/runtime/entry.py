@@ -50,7 +50,7 @@ class Entry:
         self.events: EventLog | None = None
         self.connection: RankConnection | None = None
         if group.first and options.state is not None:
-            options.state.mkdir(parents=True, exist_ok=True)
+            options.state.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.events = EventLog(options.state / "events.jsonl", append=True)
         self.telemetry = SiteTelemetry(options.site, self.events)
         self._metrics_page: health.HealthServer | None = None

@@ -115,6 +115,7 @@ class GlobalServer:
             on_refused=self.telemetry.refused_connection,
             max_parameters=options.largest_model(),
             first_site=options.first_site,
+            agree_s=options.agree_s,
         )
         if credentials is not None:
             self.metrics.certificate(credentials.expires)

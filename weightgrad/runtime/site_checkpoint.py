@@ -435,10 +435,11 @@ def _save(state: dict[str, Any], directory: Path, group: SiteGroup) -> None:
 
 
 def _restore(state: dict[str, Any], directory: Path, group: SiteGroup | None) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(directory)
+    from weightgrad.runtime.checkpoint_reader import CheckpointReader
+
+    reader = CheckpointReader(directory)
     with _plain_errors():
         if group is None or group.size == 1:
             load(state, storage_reader=reader, no_dist=True)
@@ -464,7 +465,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _metadata(directory: Path) -> Mapping[str, Any]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from weightgrad.runtime.checkpoint_reader import CheckpointReader
 
-    found: Mapping[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
+    found: Mapping[str, Any] = CheckpointReader(directory).read_metadata().state_dict_metadata
     return found
