@@ -23,12 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MOST_BYTES = 1024  # of an input
 MOST_KEPT = 150  # inputs of a target
-PARSERS = [
-    "weightgrad.wire",
-    "weightgrad.codecs",
-    "weightgrad.runtime.transport.records",
-    "weightgrad.runtime.admission",
-]
+PARSERS = ["weightgrad.wire", "weightgrad.codecs", "weightgrad.runtime.transport", "weightgrad.runtime.admission"]
 
 
 def fuzz(target: str, options: list[str]) -> None:
@@ -70,9 +65,9 @@ def main() -> None:
     from weightgrad.machine import measured_on
 
     with tempfile.TemporaryDirectory() as folder:
-        work, small, crashes = (Path(folder) / name for name in ("work", "small", "crashes"))
-        for path in (work, small, crashes):
-            path.mkdir()
+        work, crashes = Path(folder) / "work", Path(folder) / "crashes"
+        work.mkdir()
+        crashes.mkdir()
         for number, data in enumerate([*samples(given.target), *kept(given.target)]):
             (work / f"{number:05d}").write_bytes(data)
         prefix = f"-artifact_prefix={crashes}/"
@@ -83,18 +78,16 @@ def main() -> None:
             print(done.stdout[-4000:])
             print("\n".join(found))
             sys.exit(1)
+        count, edges = ran[-1]
         print(
-            f"{given.target}: {int(ran[-1][0]):,} inputs in {given.seconds} s, {ran[-1][1]} edges, none escaped;",
-            end="",
+            f"{given.target}: {int(count):,} inputs in {given.seconds} s, {edges} edges, none escaped; {measured_on()}"
         )
-        print(f" {measured_on()}")
-        if given.keep:
-            run(given.target, "-merge=1", str(small), str(work), f"-max_len={MOST_BYTES}")
-            chosen = sorted({path.read_bytes() for path in small.iterdir()}, key=lambda data: (len(data), data))
+        if given.keep:  # libFuzzer has added what reached new code
+            grown = {path.read_bytes() for path in work.iterdir()} - {b"", *samples(given.target)}
+            chosen = sorted(grown, key=lambda data: (len(data), data))[:MOST_KEPT]
             CORPUS.mkdir(exist_ok=True)
-            lines = [data.hex() for data in chosen[:MOST_KEPT] if data]
-            (CORPUS / f"{given.target}.hex").write_text("\n".join(lines) + "\n")
-            print(f"  {len(lines)} of {len(chosen)} inputs kept")
+            (CORPUS / f"{given.target}.hex").write_text("".join(f"{data.hex()}\n" for data in chosen))
+            print(f"  {len(chosen)} of {len(grown)} inputs kept")
 
 
 if __name__ == "__main__":

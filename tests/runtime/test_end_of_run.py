@@ -154,6 +154,34 @@ def test_a_site_whose_server_has_ended_says_so_and_ends_with_what_it_has(keeps: 
     east.vanish()
 
 
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_site_that_pushes_nothing_any_more_does_not_keep_the_server(
+    connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has joined after the others had finished, so no round is open that would lose it."""
+    server = GlobalServer(
+        run_config(tiny("baseline", workers=1)),
+        ServeOptions(until_finished=True, return_s=120.0),
+        InMemoryServer(InMemoryNetwork(), "hub"),
+    )
+    now = [1000.0]
+    monkeypatch.setattr("weightgrad.runtime.end_of_run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    members = Members({"east": Member("east", live=False, done=True), "west": Member("west")})
+    core = SimpleNamespace(members=members, timeout=lambda: 30.0)
+    monkeypatch.setattr(server, "rounds", SimpleNamespace(coordinator=core))
+    peers = {Peer("west", 0): SessionStatus("1", 4, 0)} if connected else {}
+    monkeypatch.setattr(server.transport, "sessions", lambda: peers)
+    limit = 30 + (3600 if connected else 120)
+    assert server.end.should_continue()
+    now[0] += limit - 1
+    members.by_name["west"].pushed_round = 7
+    assert server.end.should_continue()
+    now[0] += limit - 1
+    assert server.end.should_continue()
+    now[0] += 2
+    assert not server.end.should_continue()
+
+
 def test_a_line_that_is_cut_gets_more_time_than_an_address_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
     now, refused = [0.0], [False]
     watch = ServerWatch("127.0.0.1:1", 3600.0, lambda: "It has a checkpoint.", clock=lambda: now[0])

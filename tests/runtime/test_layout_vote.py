@@ -89,6 +89,29 @@ def test_an_insider_that_comes_first_does_not_choose_the_model(tmp_path: Path) -
             mallory.client.enter(hostile, PATIENCE_S)
 
 
+def test_an_insider_with_other_frozen_weights_shuts_nobody_out(tmp_path: Path) -> None:
+    made = tmp_path / "certs"
+    certificates.create(made, [], SITES)
+    config = RunConfig(sites=SITES, fit=lambda numel: find("diloco", {"every": 1}), seed=3)
+    requests = {
+        name: AdmissionRequest(name, LAYOUT, -1, frozen={"embedding": "bad" if name == "mallory" else "good"}).pack()
+        for name in SITES
+    }
+    with (
+        Hub(config, certs=made) as hub,
+        hand(hub, "mallory", made, enter=False) as mallory,
+        hand(hub, "east", made, enter=False) as east,
+        hand(hub, "west", made, enter=False) as west,
+    ):
+        mallory.client.enter(requests["mallory"], PATIENCE_S)
+        with pytest.raises(LinkError, match="No majority has said yet which is right"):
+            east.client.enter(requests["east"], 0.1)
+        for site in (west, east):
+            site.client.enter(requests[site.name], PATIENCE_S)
+        with pytest.raises(RefusedError, match="mallory has other values in it than"):
+            mallory.client.enter(requests["mallory"], PATIENCE_S)
+
+
 def test_a_site_that_the_majority_does_not_follow_is_told_what_differs(tmp_path: Path) -> None:
     made = tmp_path / "certs"
     certificates.create(made, [], SITES)

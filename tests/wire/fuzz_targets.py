@@ -84,8 +84,10 @@ def samples(target: str) -> Iterator[bytes]:
         specs = [spec for spec in ("fp32", "bf16", "qsgd(bits=4)", "terngrad", "topk(0.1)", "sign()") if _known(spec)]
         yield from (wire.to_bytes(payload(spec, (5, 8))) for spec in specs)
     elif target == "record":
-        known = (records.Hello(5, 6), records.Ack(3, ((1, 2), (2, 0))), records.Goodbye("done"))
-        yield from map(records.to_bytes, (*known, records.Chunk(1, 2, 9, memoryview(b"values"))))
+        yield records.to_bytes(records.Hello(5, 6))
+        yield records.to_bytes(records.Ack(3, ((1, 2), (2, 0))))
+        yield records.to_bytes(records.Goodbye("done"))
+        yield records.to_bytes(records.Chunk(1, 2, 9, memoryview(b"values")))
     else:
         yield admission.AdmissionRequest("east", [("weight", [2, 3])], -1, optimizer={"kind": "sgd"}).pack()
         yield admission.RankRequest("east", 1).pack()

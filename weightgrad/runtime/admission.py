@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -26,6 +27,7 @@ from weightgrad.core.strategies import Strategy
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
 from weightgrad.runtime.layout_vote import LayoutVote
 from weightgrad.runtime.security.credentials import Revoked
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.transport import EntryRequest
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.versions import HANDSHAKE_VERSION
@@ -280,7 +282,8 @@ class Admission:
         self.servers: list[ServedBy] = [ServedBy("", [])]
         self.version: Callable[[], int | None] = lambda: None
         self.on_first: Callable[[], None] = lambda: None
-        self._frozen: dict[str, tuple[str, str]] = {}  # digests of frozen parameters, and who has them
+        self._frozen: dict[str, dict[str, str]] = {}  # by site: the digests of its frozen parameters
+        self._entries = SeldomActions(per_s=2.0, burst=60)
         self._workers: dict[str, int] = {}  # ranks of the sites that were admitted
 
     def check_peer(self, entry: EntryRequest) -> None:
@@ -323,6 +326,8 @@ class Admission:
         try:
             if entry.rank:
                 return self._enter_rank(entry)
+            if not self._entries.try_take(entry.site):
+                raise LinkError(f"{entry.site} enters more often than twice a second; try again")
             request = parse_request(entry.request)
         except ProtocolError:
             self._on_refused("another protocol")
@@ -449,7 +454,7 @@ class Admission:
         """Note that a site is gone: if it was to send the first global model, the next site to enter does so."""
         if not self.initialized and self.initializer == site:
             self.layout = self.strategy = self.initializer = self.optimizer = None
-            self._frozen = {}
+            self._frozen.pop(site, None)
 
     def _check_model(self, request: AdmissionRequest, layout: Layout) -> None:
         if len({slot.name for slot in layout.slots}) < len(layout.slots) or not layout.numel:
@@ -471,16 +476,28 @@ class Admission:
             raise RefusedError(f"the model of {request.site} is not the one that is being trained: {found}")
 
     def _check_frozen(self, request: AdmissionRequest) -> None:
-        """Compare parameters that take no part. A server that was restarted takes the word of the next site."""
+        """Compare parameters that take no part with what most other sites have in them.
+
+        Each site has one word, also one that is refused: so a site that comes first with wrong values shuts nobody out.
+        """
+        others = {site: own for site, own in self._frozen.items() if site != request.site}
+        self._frozen[request.site] = dict(request.frozen)
         for name, digest in request.frozen.items():
-            theirs, first = self._frozen.get(name, (digest, ""))
-            if theirs != digest and first != request.site:
-                self._on_refused("other frozen parameters")
-                raise RefusedError(
-                    f"{name} is frozen, and {request.site} has other values in it than {first}: it does not travel, so "
-                    'load the same weights at every site. To allow it, say prepare(frozen="local")'
-                )
-        self._frozen |= {name: (digest, request.site) for name, digest in request.frozen.items()}
+            named = {site: own[name] for site, own in others.items() if name in own}
+            counts = Counter(named.values())
+            rivals = [(count, one) for one, count in counts.items() if one != digest and count > counts[digest]]
+            if not rivals:
+                continue
+            count, theirs = max(rivals)
+            first = next(site for site, own in named.items() if own == theirs)
+            why = (
+                f"{name} is frozen, and {request.site} has other values in it than {first}: it does not travel, so "
+                'load the same weights at every site. To allow it, say prepare(frozen="local")'
+            )
+            if len(self._run_config.sites) > 2 and 2 * count <= len(self._run_config.sites):
+                raise LinkError(f"{why}. No majority has said yet which is right; try again")
+            self._on_refused("other frozen parameters")
+            raise RefusedError(why)
 
     def _check_optimizer(
         self, request: AdmissionRequest, layout: Layout, known: Layout, strategy: Strategy

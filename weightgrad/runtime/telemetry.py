@@ -23,6 +23,7 @@ from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
 from weightgrad.runtime.one_line import OneLine
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.transport import LinkEvent
 from weightgrad.units import show_bytes
 from weightgrad.wire.messages import Join, Push, Waiting
@@ -44,6 +45,7 @@ class Telemetry:
         self._away: set[str] = set()  # sites whose connection was lost, or closed
         self._opened: dict[int, float] = {}  # when the first push of an open round came
         self._full = False  # the event log could not be written
+        self._lines = SeldomActions(per_s=1.0, burst=20)  # of what strangers and single sites can cause
 
     @property
     def now(self) -> float:
@@ -184,14 +186,16 @@ class Telemetry:
 
     def refused_update(self, site: str, why: str) -> None:
         """Note that a message of a site was refused."""
-        server_log.error("an update of %s was refused: %s", site, why)
         self.metrics.refused_updates_total.labels(site=site).inc()
-        self.write("refused", site=site, why=why)
+        if self._lines.try_take(("update", site)):
+            server_log.error("an update of %s was refused: %s", site, why)
+            self.write("refused", site=site, why=why)
 
     def refused_connection(self, reason: str) -> None:
         """Note that a connection was refused, for one of a few fixed reasons."""
-        server_log.warning("a connection was refused: %s", reason)
         self.metrics.refused_connections_total.labels(reason=reason).inc()
+        if self._lines.try_take(("connection", reason)):
+            server_log.warning("a connection was refused: %s", reason)
 
 
 class SiteTelemetry:
