@@ -170,6 +170,14 @@ def test_a_model_larger_than_the_operator_allows_is_refused_before_anything_is_m
             close_rounds(hub, east)
 
 
+def test_a_site_may_not_have_any_number_of_ranks(made: Path) -> None:
+    with Hub(quick(), certs=made, max_ranks=4) as hub:
+        with hand(hub, "west", made, enter=False) as west, pytest.raises(RefusedError, match="at most 4 of a site"):
+            west.client.enter(AdmissionRequest("west", LAYOUT, -1, workers=5).pack(), PATIENCE_S)
+        with hand(hub, "east", made) as east:
+            close_rounds(hub, east)
+
+
 def test_a_first_site_that_sends_no_model_lets_the_next_one(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Hub(quick(), certs=made, first_model_s=0.3) as hub, hand(hub, "west", made, enter=False) as west:
         assert enter(west)["init_model"]

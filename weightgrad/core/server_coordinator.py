@@ -353,8 +353,9 @@ class ServerCoordinator:
         usual = statistics.median_low([norm for norm in norms.values() if norm > 0] or [0.0])
         if not limit or not usual:
             return pushes
+        scales = {push: min(1.0, limit * usual / norm) for push, norm in norms.items() if norm > 0}
         return tuple(
-            replace(push, weight=push.weight * min(1.0, limit * usual / norms[push])) if norms.get(push) else push
+            replace(push, weight=push.weight * scales[push], scale=scales[push]) if push in scales else push
             for push in pushes
         )
 

@@ -249,6 +249,7 @@ class Admission:
         max_parameters: the largest model that the first site may bring; None: any that fits an index.
         first_site: the site that sends the first global model; None: the first that enters with the agreed model.
         agree_s: seconds to wait until a majority of three sites or more has entered with the same model.
+        max_ranks: how many ranks a site may have, each of which has connections and memory of its own.
 
     Attributes:
         initializer: the site whose weights become the first global model.
@@ -268,9 +269,11 @@ class Admission:
         max_parameters: int | None = None,
         first_site: str | None = None,
         agree_s: float = 0.0,
+        max_ranks: int = _MOST_RANKS,
     ) -> None:
         self._run_config, self._secure, self._revoked, self._on_refused = run_config, secure, revoked, on_refused
         self._max_parameters, self._first_site = min(max_parameters or _MAX_NUMEL, _MAX_NUMEL), first_site
+        self._max_ranks = max_ranks
         self._vote = LayoutVote(len(run_config.sites), agree_s)
         self._passed_over: set[str] = set()  # sites that did not send the first global model in time
         self._faults: dict[str, tuple[int, float]] = {}  # how often a session was ended for what it did, and when last
@@ -457,6 +460,12 @@ class Admission:
             self._frozen.pop(site, None)
 
     def _check_model(self, request: AdmissionRequest, layout: Layout) -> None:
+        if request.workers > self._max_ranks:
+            self._on_refused("too many ranks")
+            raise RefusedError(
+                f"{request.site} has {request.workers} ranks, and this server takes at most {self._max_ranks} of a "
+                "site; its operator can raise --max-ranks"
+            )
         if len({slot.name for slot in layout.slots}) < len(layout.slots) or not layout.numel:
             self._on_refused("another model")
             raise RefusedError(

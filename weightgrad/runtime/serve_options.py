@@ -22,6 +22,7 @@ class ServeOptions:
             and 16 MB at least. A site that has missed more gets the whole global model.
         max_parameters: the largest model that the first site may bring; None: one for which this machine has memory.
         first_site: the site that sends the first global model; None: the first that enters with the agreed model.
+        max_ranks: how many ranks a site may have.
         agree_s: seconds to wait until a majority of three sites or more has entered with the same model.
         first_model_s: seconds without a part of it after which another site may send the first global model.
         waiting_s: seconds after which log and sites are told for whom a round waits, if it takes longer than it should.
@@ -38,6 +39,7 @@ class ServeOptions:
     advertise: tuple[str, ...] | None = None
     max_parameters: int | None = None
     first_site: str | None = None
+    max_ranks: int = 256
     agree_s: float = 20.0
     first_model_s: float = 60.0
     waiting_s: float = 5.0

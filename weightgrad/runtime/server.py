@@ -116,6 +116,7 @@ class GlobalServer:
             max_parameters=options.largest_model(),
             first_site=options.first_site,
             agree_s=options.agree_s,
+            max_ranks=options.max_ranks,
         )
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
