@@ -13,6 +13,7 @@ from weightgrad.errors import LinkError, RefusedError
 from weightgrad.runtime.admission import AdmissionRequest, RunConfig
 from weightgrad.runtime.layout_vote import LayoutVote
 from weightgrad.runtime.security import certificates
+from weightgrad.runtime.transport.transport import EntryRequest
 
 from .deployment import PATIENCE_S, Hub
 from .test_refusals import LAYOUT, hand
@@ -25,6 +26,11 @@ OTHER = [("weight", [7, 7])]
 def vote(sites: int, *, now: list[float] | None = None) -> LayoutVote:
     clock = now or [0.0]
     return LayoutVote(sites, 20.0, lambda: clock[0])
+
+
+def ask(hub: Hub, name: str, request: bytes) -> bytes:
+    """Ask once; a client would try again until its time is up."""
+    return hub.server.enter(EntryRequest(name, 0, "1", request, name, None, ""))
 
 
 @pytest.mark.parametrize("sites", [1, 2])
@@ -78,9 +84,9 @@ def test_an_insider_that_comes_first_does_not_choose_the_model(tmp_path: Path) -
         hand(hub, "west", made, enter=False) as west,
     ):
         hostile = AdmissionRequest("mallory", OTHER, -1).pack()
-        for site, request in ((mallory, hostile), (east, AdmissionRequest("east", LAYOUT, -1).pack())):
+        for name, request in (("mallory", hostile), ("east", AdmissionRequest("east", LAYOUT, -1).pack())):
             with pytest.raises(LinkError, match="have not agreed on a model yet: so far it is that of 1 of the 3"):
-                site.client.enter(request, 0.1)
+                ask(hub, name, request)
         reply = json.loads(west.client.enter(AdmissionRequest("west", LAYOUT, -1).pack(), PATIENCE_S))
         assert reply["init_model"]
         reply = json.loads(east.client.enter(AdmissionRequest("east", LAYOUT, -1).pack(), PATIENCE_S))
@@ -105,7 +111,7 @@ def test_an_insider_with_other_frozen_weights_shuts_nobody_out(tmp_path: Path) -
     ):
         mallory.client.enter(requests["mallory"], PATIENCE_S)
         with pytest.raises(LinkError, match="No majority has said yet which is right"):
-            east.client.enter(requests["east"], 0.1)
+            ask(hub, "east", requests["east"])
         for site in (west, east):
             site.client.enter(requests[site.name], PATIENCE_S)
         with pytest.raises(RefusedError, match="mallory has other values in it than"):
