@@ -1,4 +1,4 @@
-"""A long run with random faults: processes are killed and connections cut, for as many minutes as you like.
+"""A long run with random faults: processes are killed and stopped, connections cut, for as many minutes as you like.
 
     python benchmarks/soak.py --quick
     python benchmarks/soak.py --minutes 60 --seed 7 --strategy diloco
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from deployment.live_run import LiveRun, digits
+from deployment.memory_watch import MemoryWatch
 from deployment.run_checks import Check, Watcher, check_run, like_simulator
 from result_table import ResultTable
 
@@ -31,9 +32,9 @@ from weightgrad.lab.cli import recipe_argument
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.machine import measured_on
 
-KINDS = ("server", "site", "worker", "cut", "server and site")
+KINDS = ("server", "site", "worker", "cut", "server and site", "stop")
 FURTHER = 12  # steps that no site can do without the server, with any strategy
-LIMIT_S = 300.0  # until all sites have done these steps
+LIMIT_S = 900.0  # until all sites have done these steps
 MOST_REPLAYED = 5000  # steps, in the simulator
 
 
@@ -107,6 +108,9 @@ class FaultInjector:
             return True
         if fault.kind == "worker":
             return self.run.kill_worker(fault.site, fault.rank)
+        if fault.kind == "stop":
+            self.run.freeze(fault.site, 4 * fault.away_s)
+            return True
         roles = {"server": ["server"], "site": [fault.site], "server and site": ["server", fault.site]}[fault.kind]
         for role in roles:
             if self.run.processes.running[role].poll() == 0:
@@ -117,15 +121,15 @@ class FaultInjector:
         return True
 
 
-def soak(recipe: Recipe, out: Path, arguments: argparse.Namespace) -> tuple[list[Check], FaultInjector]:
+def soak(recipe: Recipe, out: Path, arguments: argparse.Namespace) -> tuple[list[Check], FaultInjector, MemoryWatch]:
     """Run the recipe under faults, then check it.
 
     Returns:
-        The checks, and the injector with the faults that it applied.
+        The checks, the injector with the faults that it applied, and what was seen of the memory.
     """
     # A machine that is busy with other things takes its time to start a server.
     with LiveRun(recipe, out, "--checkpoint-every", "7", "--timeout", "600") as run:
-        with Watcher(out, list(run.sites)) as watcher:
+        with Watcher(out, list(run.sites)) as watcher, MemoryWatch(run) as memory:
             run.start()
             injector = FaultInjector(run, arguments.seed)
             injector.inject(arguments.minutes)
@@ -139,7 +143,8 @@ def soak(recipe: Recipe, out: Path, arguments: argparse.Namespace) -> tuple[list
     checks += check_run(out, watcher)
     if arguments.replay:
         checks.append(like_simulator(recipe, out, reached, arguments.replay))
-    return checks, injector
+    checks.append(memory.check())
+    return checks, injector, memory
 
 
 def _finish(run: LiveRun, injector: FaultInjector) -> None:
@@ -157,8 +162,8 @@ def _summary(injector: FaultInjector) -> str:
     return words if injector.failed is None else f"{words}; {injector.failed.splitlines()[0]}"
 
 
-def tables(checks: list[Check], injector: FaultInjector) -> list[ResultTable]:
-    """The faults and the results of the checks, as tables."""
+def tables(checks: list[Check], injector: FaultInjector, memory: MemoryWatch) -> list[ResultTable]:
+    """The faults, the memory and the results of the checks, as tables."""
     faults = ResultTable(
         "faults",
         "Faults",
@@ -174,13 +179,22 @@ def tables(checks: list[Check], injector: FaultInjector) -> list[ResultTable]:
         found = injector.recovered.get(kind, [])
         row: dict[str, Any] = {"what": kind, "times": sum(fault.kind == kind for fault in injector.done)}
         faults.rows.append(row | ({"median": statistics.median(found), "worst": max(found)} if found else {}))
+    used = ResultTable(
+        "memory",
+        "Memory",
+        "MB of a role, all of its processes together, in each third of the time: median, and the most.",
+        [("role", "role", "{}"), *((f"{name} third", name, "{}") for name in ("first", "second", "last"))],
+    )
+    for role in sorted(memory.seen):
+        shown = [f"{statistics.median(one):.0f}, {max(one):.0f}" if one else None for one in memory.thirds(role)]
+        used.rows.append({"role": role} | dict(zip(("first", "second", "last"), shown, strict=True)))
     verdict = ResultTable(
         "verdict", "Verdict", measured_on(), [(name, name, "{}") for name in ("check", "verdict", "found")]
     )
     for check in checks:
         said = {True: "yes", False: "**NO**", None: "not checked"}[check.good]
         verdict.rows.append({"check": check.what, "verdict": said, "found": check.found.replace("|", "/")})
-    return [faults, verdict]
+    return [faults, used, verdict]
 
 
 def read_arguments() -> argparse.Namespace:
@@ -214,8 +228,8 @@ def main() -> None:
     else:
         recipe = digits(arguments.strategy, west=2, name="soak")
     out = arguments.out or Path("runs") / f"soak-{arguments.seed}"
-    checks, injector = soak(recipe, out.absolute(), arguments)
-    print("\n".join(table.markdown() for table in tables(checks, injector)))
+    checks, injector, memory = soak(recipe, out.absolute(), arguments)
+    print("\n".join(table.markdown() for table in tables(checks, injector, memory)))
     bad = any(check.good is False for check in checks)
     found = {
         "seed": arguments.seed,

@@ -113,6 +113,14 @@ class LiveRun:
         _kill([process.pid, *descendants(process.pid)])
         process.wait()
 
+    def freeze(self, name: str, seconds: float) -> None:
+        """Stop the process of a role and all of its descendants with SIGSTOP, and let them go on after a while."""
+        process = self.processes.running[name]
+        stopped = [process.pid, *descendants(process.pid)]
+        _signal(stopped, signal.SIGSTOP)
+        time.sleep(seconds)
+        _signal(stopped, signal.SIGCONT)
+
     def kill_worker(self, site: str, rank: int) -> bool:
         """Send SIGKILL to one worker, which torchrun starts again. False if the worker is not running."""
         for pid in descendants(self.processes.running[site].pid):
@@ -160,9 +168,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def _kill(pids: list[int]) -> None:
+    _signal(pids, signal.SIGKILL)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:
             continue
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.core import aggregators
-from weightgrad.core.aggregators import Aggregator, Contribution, Memory, relayed_shares
+from weightgrad.core.aggregators import Aggregator, Contribution, Memory, SenderMean, relayed_shares
 from weightgrad.core.local_model import Scratch
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
@@ -230,3 +230,17 @@ def test_shares_of_relayed_pushes_add_up_to_the_mean() -> None:
     relayed[1] = RelayedPush(site="b", round=4, weight=1.0, segments=None)
     with pytest.raises(ProtocolError, match="leaves out the push of 'b' for round 4"):
         relayed_shares(relayed)
+
+
+def test_a_limit_holds_also_for_an_entry_that_only_the_limited_site_has_sent() -> None:
+    """The mean over senders divides by their weights: by those without the limit, or it would cancel."""
+
+    def push(site: str, values: list[float], **more: float) -> Contribution:
+        payload, _ = Fp32().encode(torch.tensor(values), {}, 0)
+        return Contribution(site=site, round=1, segments=(Segment(0, payload),), **{"weight": 1.0, **more})
+
+    pushes = [push("a", [1.0, 0.0]), push("b", [10.0, 10.0], weight=0.1, scale=0.1)]
+    whole = Intervals.whole(2)
+    found = SenderMean(limit=1).combine(pushes, whole, 1.1, Memory(whole), Scratch())
+    assert found is not None
+    assert found.tolist() == pytest.approx([1.0, 1.0])

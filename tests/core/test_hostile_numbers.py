@@ -282,3 +282,12 @@ def test_the_buffers_of_one_site_cannot_take_over_those_of_all() -> None:
     assert int(found["count"]) == 7
     weighty = combined([(4, usual), (4, usual), (LARGEST, {"mean": torch.full((4,), 13.0)})])
     torch.testing.assert_close(weighty["mean"], torch.full((4,), (2 + 10 * 13) / 12))
+
+
+# -- buffers ----------------------------------------------------------------------------------------
+
+
+def test_a_buffer_of_another_shape_does_not_displace_that_of_the_others() -> None:
+    honest = {"running_mean": torch.ones(3)}
+    found = combined([(1, {"running_mean": torch.ones(9)}), (1, honest), (1, honest)])
+    assert torch.equal(found["running_mean"], torch.ones(3))

@@ -183,7 +183,7 @@ class Hub:
     ) -> None:
         asked = recipe if isinstance(recipe, RunConfig) else run_config(recipe)
         credentials = Credentials.load(certs, server=True) if certs is not None else None
-        options = {"guard": Guard(), **options}
+        options = {"guard": Guard(), "agree_s": 0.0, **options}
         own = credentials.for_server() if credentials is not None else None
         self.transport = GrpcServer(listen, credentials=own)
         self.address = f"127.0.0.1:{self.transport.port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import logging
 import os
@@ -13,13 +14,17 @@ import pytest
 import torch
 
 from weightgrad.core.global_model import digest_of
+from weightgrad.core.server_coordinator import Decisions
 from weightgrad.errors import LinkError, RefusedError
+from weightgrad.runtime import health
 from weightgrad.runtime.admission import AdmissionRequest, RunConfig
 from weightgrad.runtime.input_log import InputLog
+from weightgrad.runtime.metrics import ServerMetrics
 from weightgrad.runtime.security import certificates
-from weightgrad.runtime.transport.transport import Peer
+from weightgrad.runtime.telemetry import Telemetry
+from weightgrad.runtime.transport.transport import EntryRequest, Peer
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.message_bytes import unpack
+from weightgrad.wire.message_bytes import pack, unpack
 from weightgrad.wire.messages import FinalPart, Join, Leave, Push, RoundResult
 
 from .deployment import PATIENCE_S, Hub
@@ -165,6 +170,14 @@ def test_a_model_larger_than_the_operator_allows_is_refused_before_anything_is_m
             close_rounds(hub, east)
 
 
+def test_a_site_may_not_have_any_number_of_ranks(made: Path) -> None:
+    with Hub(quick(), certs=made, max_ranks=4) as hub:
+        with hand(hub, "west", made, enter=False) as west, pytest.raises(RefusedError, match="at most 4 of a site"):
+            west.client.enter(AdmissionRequest("west", LAYOUT, -1, workers=5).pack(), PATIENCE_S)
+        with hand(hub, "east", made) as east:
+            close_rounds(hub, east)
+
+
 def test_a_first_site_that_sends_no_model_lets_the_next_one(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Hub(quick(), certs=made, first_model_s=0.3) as hub, hand(hub, "west", made, enter=False) as west:
         assert enter(west)["init_model"]
@@ -205,6 +218,77 @@ def test_the_operator_may_name_the_site_that_brings_the_model(made: Path) -> Non
             enter(west, timeout=0.5)
         with hand(hub, "east", made) as east, hand(hub, "west", made):
             assert east.version == 0
+
+
+# -- floods -----------------------------------------------------------------------------------------
+
+
+def test_deadlines_come_also_while_a_site_keeps_messages_coming(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightgrad.runtime.server._STARVED_S", 0.1)
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
+        east.send_push(first := east.push(UPDATE))
+        west.send_push(west.push(UPDATE))
+        while not _has(east.receive(), first):
+            pass
+        again = bytes(pack(dataclasses.replace(first, segments=())))  # it has been received, and changes nothing
+        east.send_push(east.push(UPDATE))
+        hub.until(lambda: hub.core.waits_for() == ["west"])
+        take = hub.server._next_input
+        monkeypatch.setattr(hub.server, "_next_input", lambda timeout: take(0.0) or (Peer("east", 0), again))
+        hub.until(lambda: hub.version == 2)
+        assert hub.core.members.by_name["west"].faults == 1
+
+
+def test_health_means_that_rounds_close(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def health_of(port: int) -> tuple[int, dict[str, Any]]:
+        line = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        line.request("GET", "/healthz")
+        reply = line.getresponse()
+        found = reply.status, json.loads(reply.read())
+        line.close()
+        return found
+
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made):
+        page = health.serve("127.0.0.1:0", hub.server.metrics, hub.server.status)
+        try:
+            with monkeypatch.context() as stuck:
+                stuck.setattr(hub.core, "wake", lambda now: Decisions())  # the deadline does nothing
+                east.send_push(push := east.push(UPDATE))
+                hub.until(lambda: hub.core.waits_for() == ["west"])
+                assert health_of(page.port)[0] == 200
+                hub.server.telemetry.continue_from(hub.server.now + 1000)
+                code, facts = health_of(page.port)
+                assert (code, facts["healthy"], facts["waiting_for"]) == (503, False, ["west"])
+            while not _has(east.receive(), push):
+                pass
+            assert health_of(page.port)[0] == 200
+        finally:
+            page.stop()
+
+
+def test_a_site_that_enters_again_and_again_has_to_wait(made: Path) -> None:
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
+        admission, request = hub.server.admission, AdmissionRequest("west", LAYOUT, -1).pack()
+        entry = EntryRequest("west", 0, "1", request, "west", None, "")
+
+        def enters_often() -> None:
+            for _ in range(10_000):
+                admission.enter(entry)
+
+        with pytest.raises(LinkError, match="more often than twice a second"):
+            enters_often()
+        close_rounds(hub, east)
+
+
+def test_what_strangers_do_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = ServerMetrics()
+    telemetry = Telemetry(None, metrics)
+    for _ in range(1000):
+        telemetry.refused_connection("unknown site")
+        telemetry.refused_update("west", "it is too large")
+    assert 2 <= len(caplog.records) < 200
+    counted = metrics.registry.get_sample_value("weightgrad_refused_connections_total", {"reason": "unknown site"})
+    assert counted == 1000
 
 
 # -- words and files ------------------------------------------------------------------------------

@@ -203,3 +203,22 @@ def test_the_final_file_has_the_last_mean(tmp_path: Path) -> None:
 def test_an_unknown_word_is_refused() -> None:
     with served("baseline") as hub, pytest.raises(StrategyError, match='"shared", "site" or "local"'):
         UserScript(hub.address, "east", trains(buffers="mean")).end()
+
+
+def test_statistics_that_another_site_has_spoilt_neither_end_nor_spoil_this_one() -> None:
+    """With two sites there is no majority: a negative variance would be NaN, a counter at its end an overflow."""
+    model = normed()
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    buffers = SiteBuffers(model, SiteGroup(), averages=False, stages=False, shared=True)
+    model(data("east", 0)[0])
+    buffers.gather(1)
+    hostile = {"1.running_var": torch.full((16,), -5.0), "1.num_batches_tracked": torch.tensor(2**63 - 1)}
+    buffers.take(hostile, 1)
+    for number in (2, 3):
+        model(data("east", number)[0])
+        buffers.gather(number)
+        model(data("east", number)[0])  # the counter overflows between the push and its result
+        buffers.take(dict.fromkeys(["1.running_mean", "1.running_var"], torch.ones(16)), number)
+    model.eval()
+    assert model(data("east", 9)[0]).isfinite().all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -18,6 +18,7 @@ class Counters:
     up_bytes: int = 500
     down_bytes: int = 700
     waited: float = 1.0
+    waits: dict[str, int] = field(default_factory=dict)
 
 
 class Clock:
@@ -42,6 +43,17 @@ def test_a_line_says_what_happened_since_the_line_before(caplog: pytest.LogCaptu
         "east: step 60, 1 steps/s; 10 kB up, 20 kB down, 25 % of the time waiting; "
         "a round every 4 steps, its result 2 steps later, ef(topk(0.01) > sign()) up",
     ]
+
+
+def test_a_line_names_those_for_whom_the_site_has_waited_long(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weightgrad")
+    counters, clock = Counters(waits={"north": 1}), Clock()
+    progress = ProgressLog("east", counters, 0, clock=clock)
+    counters.waits = {"north": 1, "west": 2}
+    for step in (1, 2):
+        clock.now += 10.0
+        progress.after_step(step, 0, None)
+    assert [line.rpartition("waiting")[2] for line in caplog.messages] == [", long for west", ""]
 
 
 def test_a_slow_step_has_one_line(caplog: pytest.LogCaptureFixture) -> None:

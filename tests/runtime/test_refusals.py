@@ -55,6 +55,7 @@ from weightgrad.wire.messages import (
     ResultPart,
     RoundResult,
     Segment,
+    Waiting,
 )
 
 from .certificates import DAY, now, reissue, unchecked
@@ -217,11 +218,18 @@ class Hand:
         while (data := self.client.receive(0.5)) is None:
             assert time.monotonic() < until, "waited too long"
         message = unpack(data)
-        if isinstance(message, ResultPart | ModelPart):
+        if isinstance(message, ResultPart | ModelPart | Waiting):
             return self.receive()
         if isinstance(message, RoundResult):
             self.version = message.version
         return message
+
+    def heard(self) -> list[Message]:
+        """What has come, of any kind."""
+        found = []
+        while (data := self.client.receive(0.0)) is not None:
+            found.append(unpack(data))
+        return found
 
     def refused(self) -> str:
         """Until its session is ended; why."""

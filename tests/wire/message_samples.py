@@ -31,6 +31,7 @@ from weightgrad.wire.messages import (
     RoundResult,
     Segment,
     ServerRestarted,
+    Waiting,
 )
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
 
@@ -207,6 +208,7 @@ by_kind: dict[str, st.SearchStrategy[Message]] = {
     ),
     "ModelPart": st.builds(ModelPart, version=numbers, vector=names, segments=segments, last=st.booleans()),
     "Holding": st.builds(Holding, site=names, rank=numbers, ranks=numbers, epoch=numbers, held=holdings()),
+    "Waiting": st.builds(Waiting, round=numbers, seconds=numbers, missing=included),
     "FinalPart": st.builds(final_part, names, st.integers(0, 2**31), st.integers(1, 9), st.binary()),
 }
 """Messages of every kind that can be packed."""
@@ -284,5 +286,6 @@ def seeds() -> Iterator[bytes]:
         Leave(site="iowa"),
         FinalPart(site="iowa", place=1, parts=2, data=b"bytes of a file"),
         ServerRestarted(),
+        Waiting(round=7, seconds=12, missing={"iowa": 6, "ohio": 0}),
     ]
     return map(pack, messages)

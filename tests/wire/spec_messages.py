@@ -70,6 +70,7 @@ KINDS = {
     10: Kind("ModelPart", False, ("version",), ("last",), has_count=True),
     11: Kind("Holding", True, ("rank", "ranks", "epoch"), has_count=True),
     12: Kind("FinalPart", True, ("place", "parts"), has_count=True),
+    13: Kind("Waiting", False, ("round", "seconds", "sites")),
 }
 
 
@@ -164,7 +165,7 @@ class Reader:
             found["report"] = self.report() if "report" in on else None
         if "sync schedule" in kind.flags:
             found["sync schedule"] = self.schedule() if "sync schedule" in on else None
-        if kind.name == "RoundResult":
+        if kind.name in ("RoundResult", "Waiting"):
             found["included"] = self.included(found.pop("sites"))
         if kind.name == "Holding":
             found["held"] = self.held(count)

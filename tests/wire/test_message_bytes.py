@@ -30,6 +30,7 @@ from weightgrad.wire.messages import (
     PushPart,
     RoundRequest,
     Segment,
+    Waiting,
     nbytes,
 )
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
@@ -190,6 +191,8 @@ def test_golden_messages_are_those_of_the_document() -> None:
 def test_a_number_that_does_not_fit(value: int) -> None:
     for message in (
         RoundRequest(round=value),
+        Waiting(round=value, seconds=0, missing={}),
+        Waiting(round=1, seconds=1, missing={"ohio": value}),
         Join(site="ohio", version=2 * value),
         Join(site="ohio", version=0, epoch=value),
         push(step=value),
@@ -382,7 +385,7 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "the version before": (changed(PUSH, 4, b"\x01"), errors.VersionError),
     "the version after": (changed(PUSH, 4, b"\x03"), errors.VersionError),
     "kind 0": (changed(PUSH, 5, b"\x00"), errors.ProtocolError),
-    "kind 13": (changed(PUSH, 5, b"\x0d"), errors.ProtocolError),
+    "kind 14": (changed(PUSH, 5, b"\x0e"), errors.ProtocolError),
     "a flag nobody knows": (changed(PUSH, 6, b"\x20"), errors.ReservedError),
     "a sync schedule every 0 steps": (changed(SCHEDULED, 32, u32(0)), errors.ProtocolError),
     "a sync schedule of an unknown codec": (changed(SCHEDULED, 41, b"zz32"), errors.ProtocolError),

@@ -34,6 +34,7 @@ from weightgrad.wire.messages import (
     ResultPart,
     RoundResult,
     Segment,
+    Waiting,
     check_download_codec,
 )
 from weightgrad.wire.versions import FRAME_VERSION, MESSAGE_VERSION
@@ -105,6 +106,8 @@ def fields(message: Message) -> Fields:
         found["sync schedule"] = schedule and (schedule.every, schedule.overlap, schedule.up)
     if isinstance(message, RoundResult):
         found["included"] = dict(message.included)
+    if isinstance(message, Waiting):
+        found["included"] = dict(message.missing)
     if isinstance(message, PushPart | ResultPart | ModelPart):
         found["segments"] = [segment_fields(one) for one in message.segments]
     if isinstance(message, RoundResult | ResultPart):
@@ -217,7 +220,7 @@ def test_the_document_has_every_kind() -> None:
         assert name == type_.__name__ == other.name
         assert (named == "yes") == kind.named == other.has_name
         said = [one for one in numbers.split(";")[0].split(", ") if one]
-        spelled = {"len(included)": "sites", "len(relayed)": "relayed"}
+        spelled = {"len(included)": "sites", "len(missing)": "sites", "len(relayed)": "relayed"}
         assert said == [spelled.get(one, one) for one in kind.numbers] == list(other.numbers)
         assert sum(1 << bit for bit, flag in enumerate(other.flags) if flag) == kind.flags
         assert kind.counts == other.has_count

@@ -34,6 +34,7 @@ class Contribution:
     round: int
     weight: float
     segments: tuple[Segment, ...]
+    scale: float = 1.0  # the part of its weight that a limit has left
 
     def add_to(self, total: Tensor, intervals: Intervals, scratch: Scratch) -> bool:
         """Add the push, times its weight, to the values of some elements.
@@ -177,7 +178,7 @@ class SenderMean(Aggregator):
         counts = scratch.of("counts", intervals.numel).zero_()
         for push in pushes:
             decoded = push.decoded(intervals, scratch.of("decoded", intervals.numel))
-            counts += (decoded != 0) * push.weight
+            counts += (decoded != 0) * (push.weight / push.scale)  # or an entry of one sender would have no limit
             total += decoded.mul_(push.weight)
         return total.div_(counts.masked_fill_(counts == 0, 1.0)) if _any(pushes, intervals) else None
 

@@ -13,7 +13,6 @@ from weightgrad.wire.messages import Push
 
 _TIMEOUT_ROUNDS = 10  # an adaptive timeout is this many times as long as a round usually takes
 _OVERDUE_ROUNDS = 5
-_OVERDUE_SECONDS = 5.0
 
 
 class RoundDeadlines:
@@ -61,9 +60,9 @@ class RoundDeadlines:
         return min(due, default=None)
 
     def is_overdue(self, opened: OpenRound, now: float) -> bool:
-        """Whether this round has been open five times as long as rounds usually are, and five seconds or more."""
+        """Whether this round has been open five times as long as rounds usually are."""
         usual = statistics.median(self._durations) if self._durations else 0.0
-        return now - opened.opened_at >= max(_OVERDUE_SECONDS, _OVERDUE_ROUNDS * usual)
+        return now - opened.opened_at >= _OVERDUE_ROUNDS * usual
 
 
 class LinkObserver:

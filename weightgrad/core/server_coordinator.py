@@ -50,6 +50,7 @@ from weightgrad.wire.messages import (
     RoundRequest,
     RoundResult,
     ServerRestarted,
+    Waiting,
     check_download_codec,
     nbytes,
 )
@@ -216,11 +217,18 @@ class ServerCoordinator:
         """Seconds after which a missing site is lost, or None to wait forever."""
         return self._deadlines.timeout()
 
-    def overdue(self, now: float) -> tuple[int, list[str]] | None:
-        """The oldest open round and the sites it misses, if it has been open five times as long as usual."""
-        if not self._rounds or not self._deadlines.is_overdue(self._rounds[min(self._rounds)], now):
+    def overdue(self, now: float) -> bool:
+        """Whether the oldest open round has been open five times as long as usual."""
+        return bool(self._rounds) and self._deadlines.is_overdue(self._rounds[min(self._rounds)], now)
+
+    def waiting(self, now: float) -> Waiting | None:
+        """For whom the oldest open round waits, and how long it has; None if no round is open, or misses nobody."""
+        if not (missing := self.waits_for()):
             return None
-        return min(self._rounds), self.waits_for()
+        number = min(self._rounds)
+        pushed = {name: self.members.by_name[name].pushed_round for name in missing}
+        seconds = max(0, int(now - self._rounds[number].opened_at))
+        return Waiting(round=number, seconds=seconds, missing=pushed)
 
     def stuck(self, now: float) -> bool:
         """Whether the oldest open round should have closed long ago, with or without the sites that it misses."""
@@ -348,8 +356,9 @@ class ServerCoordinator:
         usual = statistics.median_low([norm for norm in norms.values() if norm > 0] or [0.0])
         if not limit or not usual:
             return pushes
+        scales = {push: min(1.0, limit * usual / norm) for push, norm in norms.items() if norm > 0}
         return tuple(
-            replace(push, weight=push.weight * min(1.0, limit * usual / norms[push])) if norms.get(push) else push
+            replace(push, weight=push.weight * scales[push], scale=scales[push]) if push in scales else push
             for push in pushes
         )
 

@@ -50,6 +50,7 @@ class ClosedPush:
     weight: float
     seen: int  # the version of the global model that it was computed on
     counts: bool = True  # False if the push was refused: it counts as empty
+    scale: float = 1.0  # what the aggregator's limit has made of its weight, as a part of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +242,7 @@ class ServerShard:
         if not push.counts:
             segments = ()
         segments = self._delay_compensation.compensate(segments, push.seen)
-        return Contribution(site=push.site, round=push.round, weight=push.weight, segments=segments)
+        return Contribution(site=push.site, round=push.round, weight=push.weight, segments=segments, scale=push.scale)
 
     def _relayed(self, pushes: Sequence[Contribution]) -> tuple[RelayedPush, ...]:
         return tuple(

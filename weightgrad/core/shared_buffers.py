@@ -13,6 +13,7 @@ norm is far beyond that of the others'. No site weighs more than `MOST_WEIGHT` t
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -89,18 +90,15 @@ def _in_line(alike: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 def combined(sites: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
     """Combine the buffers of several sites, each with its samples.
 
-    Of sites whose buffers of one name differ in shape or type, those count that are like the first site's. Buffers that
-    are neither numbers nor integers are the first site's.
+    Of sites whose buffers of one name differ in shape or type, those count that most sites have, and of equals those
+    that are like the first site's. Buffers that are neither numbers nor integers are the first site's.
     """
     made: dict[str, Tensor] = {}
-    for name, first in ((name, one) for _, buffers in sites for name, one in buffers.items()):
-        if name in made:
-            continue
-        alike = [
-            (samples, buffers[name])
-            for samples, buffers in sites
-            if name in buffers and buffers[name].shape == first.shape and buffers[name].dtype == first.dtype
-        ]
+    for name in dict.fromkeys(name for _, buffers in sites for name in buffers):
+        named = [(samples, buffers[name]) for samples, buffers in sites if name in buffers]
+        (kind, _), *_ = Counter((one.shape, one.dtype) for _, one in named).most_common(1)  # of equals, the first
+        alike = [(samples, one) for samples, one in named if (one.shape, one.dtype) == kind]
+        first = alike[0][1]
         alike = _in_line(alike)
         total = sum(samples for samples, _ in alike)
         if first.is_floating_point() and total:

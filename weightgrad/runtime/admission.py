@@ -8,9 +8,11 @@ server checks certificates, names, model, strategy and optimizer here, before it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -23,7 +25,9 @@ from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.optimizers import is_linear
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
+from weightgrad.runtime.layout_vote import LayoutVote
 from weightgrad.runtime.security.credentials import Revoked
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.transport import EntryRequest
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.versions import HANDSHAKE_VERSION
@@ -272,7 +276,9 @@ class Admission:
         revoked: the list of revoked certificates.
         on_refused: called with a fixed phrase for every refusal.
         max_parameters: the largest model that the first site may bring; None: any that fits an index.
-        first_site: the site that sends the first global model; None: the first that enters.
+        first_site: the site that sends the first global model; None: the first that enters with the agreed model.
+        agree_s: seconds to wait until a majority of three sites or more has entered with the same model.
+        max_ranks: how many ranks a site may have, each of which has connections and memory of its own.
 
     Attributes:
         initializer: the site whose weights become the first global model.
@@ -291,9 +297,13 @@ class Admission:
         on_refused: Callable[[str], None],
         max_parameters: int | None = None,
         first_site: str | None = None,
+        agree_s: float = 0.0,
+        max_ranks: int = _MOST_RANKS,
     ) -> None:
         self._run_config, self._secure, self._revoked, self._on_refused = run_config, secure, revoked, on_refused
         self._max_parameters, self._first_site = min(max_parameters or _MAX_NUMEL, _MAX_NUMEL), first_site
+        self._max_ranks = max_ranks
+        self._vote = LayoutVote(len(run_config.sites), agree_s)
         self._passed_over: set[str] = set()  # sites that did not send the first global model in time
         self._faults: dict[str, tuple[int, float]] = {}  # how often a session was ended for what it did, and when last
         self.layout: Layout | None = None
@@ -304,7 +314,8 @@ class Admission:
         self.servers: list[ServedBy] = [ServedBy("", [])]
         self.version: Callable[[], int | None] = lambda: None
         self.on_first: Callable[[], None] = lambda: None
-        self._frozen: dict[str, tuple[str, str]] = {}  # digests of frozen parameters, and who has them
+        self._frozen: dict[str, dict[str, str]] = {}  # by site: the digests of its frozen parameters
+        self._entries = SeldomActions(per_s=2.0, burst=60)
         self._workers: dict[str, int] = {}  # ranks of the sites that were admitted
 
     def check_peer(self, entry: EntryRequest) -> None:
@@ -347,6 +358,8 @@ class Admission:
         try:
             if entry.rank:
                 return self._enter_rank(entry)
+            if not self._entries.try_take(entry.site):
+                raise LinkError(f"{entry.site} enters more often than twice a second; try again")
             request = parse_request(entry.request)
         except ProtocolError:
             self._on_refused("another protocol")
@@ -455,13 +468,37 @@ class Admission:
         if site in self._passed_over:
             raise LinkError(f"{site} did not send the first global model in time; another site may now; try again")
 
+    def _check_agreed(self, request: AdmissionRequest, layout: Layout) -> None:
+        """Whether most sites want the model of this one."""
+        if self._first_site is not None:
+            return
+        optimizer = request.optimizer if self._run_config.fit(layout.numel).shares == "gradients" else None
+        wanted = [sorted((slot.name, list(slot.shape)) for slot in layout.slots), optimizer]
+        digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+        self._vote.cast(request.site, digest, layout)
+        agreed = self._vote.agreed()
+        if agreed is None:
+            raise LinkError(
+                f"the sites have not agreed on a model yet: so far it is that of {self._vote.standing()}; try again"
+            )
+        if agreed != digest:
+            self._on_refused("another model")
+            found = first_difference(layout, self._vote.layout(agreed)) or "it has another optimizer"
+            raise RefusedError(f"the model of {request.site} is not the one that most sites have: {found}")
+
     def lost(self, site: str) -> None:
         """Note that a site is gone: if it was to send the first global model, the next site to enter does so."""
         if not self.initialized and self.initializer == site:
             self.layout = self.strategy = self.initializer = self.optimizer = None
-            self._frozen = {}
+            self._frozen.pop(site, None)
 
     def _check_model(self, request: AdmissionRequest, layout: Layout) -> None:
+        if request.workers > self._max_ranks:
+            self._on_refused("too many ranks")
+            raise RefusedError(
+                f"{request.site} has {request.workers} ranks, and this server takes at most {self._max_ranks} of a "
+                "site; its operator can raise --max-ranks"
+            )
         if len({slot.name for slot in layout.slots}) < len(layout.slots) or not layout.numel:
             self._on_refused("another model")
             raise RefusedError(
@@ -475,21 +512,34 @@ class Admission:
             )
         if self.layout is None:
             self._check_first(request.site)
+            self._check_agreed(request, layout)
         if self.layout is not None and (found := first_difference(layout, self.layout)) is not None:
             self._on_refused("another model")
             raise RefusedError(f"the model of {request.site} is not the one that is being trained: {found}")
 
     def _check_frozen(self, request: AdmissionRequest) -> None:
-        """Compare parameters that take no part. A server that was restarted takes the word of the next site."""
+        """Compare parameters that take no part with what most other sites have in them.
+
+        Each site has one word, also one that is refused: so a site that comes first with wrong values shuts nobody out.
+        """
+        others = {site: own for site, own in self._frozen.items() if site != request.site}
+        self._frozen[request.site] = dict(request.frozen)
         for name, digest in request.frozen.items():
-            theirs, first = self._frozen.get(name, (digest, ""))
-            if theirs != digest and first != request.site:
-                self._on_refused("other frozen parameters")
-                raise RefusedError(
-                    f"{name} is frozen, and {request.site} has other values in it than {first}: it does not travel, so "
-                    'load the same weights at every site. To allow it, say prepare(frozen="local")'
-                )
-        self._frozen |= {name: (digest, request.site) for name, digest in request.frozen.items()}
+            named = {site: own[name] for site, own in others.items() if name in own}
+            counts = Counter(named.values())
+            rivals = [(count, one) for one, count in counts.items() if one != digest and count > counts[digest]]
+            if not rivals:
+                continue
+            count, theirs = max(rivals)
+            first = next(site for site, own in named.items() if own == theirs)
+            why = (
+                f"{name} is frozen, and {request.site} has other values in it than {first}: it does not travel, so "
+                'load the same weights at every site. To allow it, say prepare(frozen="local")'
+            )
+            if len(self._run_config.sites) > 2 and 2 * count <= len(self._run_config.sites):
+                raise LinkError(f"{why}. No majority has said yet which is right; try again")
+            self._on_refused("other frozen parameters")
+            raise RefusedError(why)
 
     def _check_optimizer(
         self, request: AdmissionRequest, layout: Layout, known: Layout, strategy: Strategy

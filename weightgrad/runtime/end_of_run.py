@@ -21,6 +21,7 @@ from weightgrad.wire.messages import FinalPart
 log = logging.getLogger("weightgrad.serve")
 
 _GOODBYE_S = 60.0  # to wait for sites that have finished and have not left
+_END_S = 3600.0  # after which a run that is over ends, whatever a site still sends or does not read
 _DISCONNECT_S = 5.0  # to wait for sites that have left and are still connected
 
 
@@ -48,6 +49,9 @@ class EndOfRun:
         """The sites that went without a word, and had not finished."""
         self.finished_since: float | None = None
         self._said_away = False
+        self._first_finished = 0.0
+        self._mark: tuple[tuple[str, int, bool], ...] = ()
+        self._marked = time.monotonic()
 
     @property
     def finished(self) -> bool:
@@ -66,9 +70,15 @@ class EndOfRun:
         must still find a server.
         """
         core = self._coordinator()
-        if core is None or not (self._options.until_finished and self.finished):
-            self.finished_since = None
+        if core is None or not self._options.until_finished:
             return True
+        if not self.finished:
+            self.finished_since = None
+            return not self._is_given_up(core)
+        self._first_finished = self._first_finished or time.monotonic()
+        if time.monotonic() > self._first_finished + _END_S:
+            log.warning("the run has been over for %g s, and a site still keeps its connection busy: ending", _END_S)
+            return False
         sending = any(one.streams and one.unacknowledged_bytes for one in self._transport.sessions().values())
         if self.finished_since is None or sending:  # sending a whole global model may take minutes
             self.finished_since = time.monotonic()
@@ -79,6 +89,25 @@ class EndOfRun:
             self._say_away(away)
             timeout, waits = max(timeout, self._options.return_s), True
         return waits and time.monotonic() < self.finished_since + timeout
+
+    def _is_given_up(self, core: ServerCoordinator) -> bool:
+        """Whether some have finished, and of the others nothing comes any more: no round is open that would lose them.
+
+        One that is connected may be slow and has an hour, one that is not `return_s`, beside what a round would wait.
+        """
+        members = core.members.by_name.values()
+        left = {one.name for one in members if not one.done}
+        mark = tuple((one.name, one.pushed_round, one.done) for one in members)
+        timeout, now = core.timeout(), time.monotonic()
+        if mark != self._mark or len(left) == len(members) or timeout is None:
+            self._mark, self._marked = mark, now
+            return False
+        connected = {peer.site for peer, one in self._transport.sessions().items() if one.streams}
+        waits = timeout + (_END_S if left & connected else self._options.return_s)
+        if now < self._marked + waits:
+            return False
+        log.warning("others have finished, and %s has pushed nothing for %g s", ", ".join(sorted(left)), waits)
+        return True
 
     def _away(self, core: ServerCoordinator) -> list[str]:
         """The sites that are lost and had not finished; one that never came is not waited for."""
@@ -93,6 +122,21 @@ class EndOfRun:
                 "all others have finished; waiting %g s for the return of %s, which had not",
                 self._options.return_s,
                 ", ".join(away),
+            )
+
+    def dismiss(self) -> None:
+        """The run is over: tell the sites that had not finished, or they would wait for a server that is not there."""
+        core = self._coordinator()
+        if core is None or not self._options.until_finished:
+            return
+        without = [one.name for one in core.members.by_name.values() if not one.done or one.name in self.gone]
+        if without:
+            log.warning("the run ends without %s", ", ".join(without))
+        for peer in [peer for peer in self._transport.sessions() if peer.site in without]:
+            self._transport.drop(
+                peer,
+                f"the run has finished without {peer.site}, at version {core.version} of the global model, and the "
+                f"global server has ended; {peer.site} keeps what it has on its disk",
             )
 
     def take(self, part: FinalPart, numel: int) -> None:

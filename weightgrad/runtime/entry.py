@@ -11,7 +11,7 @@ from typing import Any
 from weightgrad import kernels
 from weightgrad.core.layout import Layout
 from weightgrad.core.strategies import Strategy
-from weightgrad.errors import RefusedError, WeightGradError
+from weightgrad.errors import LinkError, RefusedError, WeightGradError
 from weightgrad.event_log import EventLog
 from weightgrad.runtime import health
 from weightgrad.runtime.admission import AdmissionReply, AdmissionRequest, parse_reply
@@ -20,6 +20,7 @@ from weightgrad.runtime.link_monitor import LinkMonitor
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_connection import RankConnection, ServerLink, enter, rank_request
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem, diagnose
+from weightgrad.runtime.server_watch import ServerWatch
 from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_settings import channel_options
@@ -49,7 +50,7 @@ class Entry:
         self.events: EventLog | None = None
         self.connection: RankConnection | None = None
         if group.first and options.state is not None:
-            options.state.mkdir(parents=True, exist_ok=True)
+            options.state.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.events = EventLog(options.state / "events.jsonl", append=True)
         self.telemetry = SiteTelemetry(options.site, self.events)
         self._metrics_page: health.HealthServer | None = None
@@ -143,15 +144,20 @@ class Entry:
             self._options.site, self._group.rank, speakers, self._epoch, held, links, self.telemetry
         )
         if self._group.first:
+            self.connection.server_watch = ServerWatch(self._options.address, self._options.reconnect)
             self.connection.watch = LinkMonitor(self._options.site, reply.facts.get("bit_s"))
         return self.connection
 
     def enter_again(self, version: int) -> AdmissionReply:
-        """Enter on rank 0 after the coordinator of the server was restarted; waits for it as long as it takes."""
+        """Enter on rank 0 after the coordinator of the server was restarted; waits for it for `reconnect` seconds."""
         assert self._request is not None
         assert self._coordinator_client is not None
         self._request = replace(self._request, version=version)
-        reply = parse_reply(self._admitted(timeout=24 * 3600.0))
+        try:
+            reply = parse_reply(self._admitted(timeout=self._options.reconnect))
+        except LinkError as error:
+            watch = self.connection.server_watch if self.connection is not None else None
+            raise error if watch is None else watch.gives_up(error) from error
         self._coordinator_client.start()
         return reply
 

@@ -16,7 +16,7 @@ from weightgrad.runtime.admission import Admission, RunConfig, ServedBy
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import Begin, Initialized, Start, to_bytes
 from weightgrad.runtime.server_process import ServerProcess
-from weightgrad.wire.messages import Join
+from weightgrad.wire.messages import Join, Waiting
 
 
 class FirstModel:
@@ -44,6 +44,13 @@ class FirstModel:
     def heard(self) -> None:
         """Something of it has come."""
         self._heard_at = time.monotonic()
+
+    def waiting(self) -> Waiting | None:
+        """For whom all others wait; None if nobody is to send it yet, or it is here."""
+        sender = self._admission.initializer
+        if sender is None or self.is_here:
+            return None
+        return Waiting(round=0, seconds=int(self.silent_s), missing={sender: 0})
 
     def expect(self) -> None:
         """A site was admitted that will send the first weights."""

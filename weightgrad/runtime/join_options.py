@@ -25,6 +25,7 @@ class JoinOptions:
     checkpoint_every: int = 50
     streams: int = 4
     timeout: float = 60.0
+    reconnect: float = 3600.0
     download_codec: str | None = None
     metrics: str | None = None
 

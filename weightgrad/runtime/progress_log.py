@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +36,10 @@ class Traffic(Protocol):
     def waited(self) -> float:
         """Seconds the site has waited for the global server."""
 
+    @property
+    def waits(self) -> Mapping[str, int]:
+        """By name, how often it has waited long for other sites, or for the global server."""
+
 
 @dataclass(frozen=True)
 class _Mark:
@@ -46,6 +50,7 @@ class _Mark:
     up_bytes: int
     down_bytes: int
     waited: float
+    waits: Mapping[str, int]
 
 
 class ProgressLog:
@@ -68,7 +73,7 @@ class ProgressLog:
 
     def _mark(self, step: int) -> _Mark:
         traffic = self._traffic
-        return _Mark(self._clock(), step, traffic.up_bytes, traffic.down_bytes, traffic.waited)
+        return _Mark(self._clock(), step, traffic.up_bytes, traffic.down_bytes, traffic.waited, dict(traffic.waits))
 
     def track(self, tracker: Tracker) -> None:
         """Give a tracker the numbers, too, whenever a line is written."""
@@ -89,7 +94,7 @@ class ProgressLog:
         seconds = now.at - last.at
         self._rate = (step - last.step) / seconds
         log.info(
-            "%s: step %d%s, %.3g steps/s; %s up, %s down, %.0f %% of the time waiting%s",
+            "%s: step %d%s, %.3g steps/s; %s up, %s down, %.0f %% of the time waiting%s%s",
             self._site,
             step,
             "" if self.loss is None else f", loss {self.loss:.4g}",
@@ -97,6 +102,7 @@ class ProgressLog:
             show_bytes(now.up_bytes - last.up_bytes),
             show_bytes(now.down_bytes - last.down_bytes),
             100 * (now.waited - last.waited) / seconds,
+            "" if now.waits == last.waits else f", long for {', '.join(_more(now.waits, last.waits))}",
             "" if schedule is None else f"; {describe(schedule)}",
         )
         self.tell_trackers(step, version, schedule)
@@ -169,6 +175,10 @@ class FlushProgress:
             show_bytes(self._size),
             what,
         )
+
+
+def _more(now: Mapping[str, int], before: Mapping[str, int]) -> list[str]:
+    return sorted(name for name, count in now.items() if count > before.get(name, 0))
 
 
 def describe(schedule: SyncSchedule) -> str:

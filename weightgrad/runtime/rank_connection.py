@@ -22,6 +22,7 @@ from weightgrad.errors import LinkError, ProtocolError, RefusedError
 from weightgrad.runtime.admission import RankRequest, rank_sends_model
 from weightgrad.runtime.link_monitor import LinkMonitor
 from weightgrad.runtime.security.tls_check import TlsProblem
+from weightgrad.runtime.server_watch import ServerWatch
 from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.transport import ClientTransport, LinkEvent
 from weightgrad.wire.intervals import Intervals
@@ -37,6 +38,7 @@ from weightgrad.wire.messages import (
     ResultPart,
     RoundResult,
     Segment,
+    Waiting,
     cut_push,
     nbytes,
 )
@@ -102,6 +104,7 @@ class RankConnection:
     up_bytes: int = 0
     down_bytes: int = 0
     watch: LinkMonitor | None = None
+    server_watch: ServerWatch | None = None  # on rank 0
     _shard: SiteShard | None = None
     _first_parts: FirstParts | None = None
     _control: deque[Control] = field(default_factory=deque)
@@ -200,15 +203,18 @@ class RankConnection:
         """Take in what has come.
 
         Args:
-            timeout: seconds to wait for the first message.
+            timeout: seconds to wait for the first message; 0 if training does not wait.
 
         Returns:
             Whether a message had come.
 
         Raises:
             RefusedError: the server has ended a session.
+            LinkError: training waits, and the server has been away for too long.
         """
         self._sample()
+        if timeout and self.server_watch is not None:
+            self.server_watch.look()
         found = False
         for number, link in self.links.items():
             self._handle_events(number, link)
@@ -234,7 +240,10 @@ class RankConnection:
             self.results.add(number, message)
         elif isinstance(message, Holding):
             raise ProtocolError("the server sent a Holding, which only ranks send")
+        elif isinstance(message, Waiting):
+            self.telemetry.others_wait(message)
         else:
+            self.telemetry.waiting = None
             if isinstance(message, RoundResult):
                 self.telemetry.without = sorted(self._contributors.difference(message.included))
                 self._contributors.update(message.included)
@@ -248,6 +257,8 @@ class RankConnection:
         for event in link.client.events():
             if number == 0 and self.rank == 0:
                 self.telemetry.link_event(event, link.client.why)
+                if self.server_watch is not None:
+                    self.server_watch.lost() if event is LinkEvent.LOST else self.server_watch.found()
             if event is LinkEvent.GONE:
                 self._come_again(number, link)
 

@@ -21,8 +21,11 @@ class ServeOptions:
         result_bytes: how many bytes of results are kept for sites that were away; None: as many as half a model has,
             and 16 MB at least. A site that has missed more gets the whole global model.
         max_parameters: the largest model that the first site may bring; None: one for which this machine has memory.
-        first_site: the site that sends the first global model; None: the first that enters.
+        first_site: the site that sends the first global model; None: the first that enters with the agreed model.
+        max_ranks: how many ranks a site may have.
+        agree_s: seconds to wait until a majority of three sites or more has entered with the same model.
         first_model_s: seconds without a part of it after which another site may send the first global model.
+        waiting_s: seconds after which log and sites are told for whom a round waits, if it takes longer than it should.
         return_s: with `until_finished`, seconds to wait for the return of a site that is lost and had not finished.
         advertise: the addresses at which sites reach the processes, HOST:PORT each; None: this server's host, and the
             port of each process.
@@ -36,7 +39,10 @@ class ServeOptions:
     advertise: tuple[str, ...] | None = None
     max_parameters: int | None = None
     first_site: str | None = None
+    max_ranks: int = 256
+    agree_s: float = 20.0
     first_model_s: float = 60.0
+    waiting_s: float = 5.0
     return_s: float = 120.0
 
     def largest_model(self) -> int:

@@ -44,6 +44,7 @@ from weightgrad.runtime.server_rounds import ServerRounds
 from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.telemetry import Telemetry
 from weightgrad.runtime.transport.transport import EntryRequest, Peer, ServerTransport
+from weightgrad.runtime.wait_report import WaitReport
 from weightgrad.wire.message_bytes import MessageLimits, pack, unpack
 from weightgrad.wire.message_header import is_control
 from weightgrad.wire.message_parts import without_values
@@ -56,6 +57,8 @@ log = logging.getLogger("weightgrad.serve")
 _POLL_S = 0.2
 _FEED_S = 0.02  # between two looks at links that carry a download
 _SOCKETS_S = 2.0  # between two counts of the bytes on sockets
+_LOOK_S = 0.5  # between two looks at what has to be said or written, while messages keep coming
+_STARVED_S = 2.0  # for which messages go before a deadline that has expired
 _CONTROL_LIMITS = MessageLimits(max_bytes=1 << 20)
 
 
@@ -113,6 +116,8 @@ class GlobalServer:
             on_refused=self.telemetry.refused_connection,
             max_parameters=options.largest_model(),
             first_site=options.first_site,
+            agree_s=options.agree_s,
+            max_ranks=options.max_ranks,
         )
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
@@ -136,7 +141,8 @@ class GlobalServer:
         self.failed: BaseException | None = None
         self._stopping = self._ending = False
         self._identity = RunIdentity(run_config, self.group.size)
-        self._late_round = 0  # the last round that was reported as late
+        self._waits = WaitReport(self.telemetry, self._send, options.waiting_s)
+        self._looked = self._due_since = 0.0
         self._sockets_counted = 0.0
         self.admission.version = lambda: self.coordinator.version if self.coordinator is not None else None
         self.admission.on_first = self.first_model.expect
@@ -178,6 +184,8 @@ class GlobalServer:
             raise
         finally:
             self._inbox.close()
+            if self.failed is None and not self._stopping:
+                self.end.dismiss()
             self.transport.stop(2.0)
             try:
                 self._write_end()
@@ -259,12 +267,24 @@ class GlobalServer:
             else:
                 self.telemetry.received(sender.site, len(data))
                 self._handle_bytes(sender, data, self.now)
-            return
-        self._report_late_round()
-        self._give_up_first_model()
-        if self.rounds is not None and not self.rounds.closing and wake is not None and self.now >= wake:
+        self._do_what_is_due(idle=found is None)
+
+    def _do_what_is_due(self, *, idle: bool) -> None:
+        """Deadlines, snapshots and reports: when no message waits, and also while a site keeps messages coming.
+
+        Messages go first, since one that waits may be what a deadline is about; but only for so long.
+        """
+        if time.monotonic() - self._looked > _LOOK_S or idle:
+            self._looked = time.monotonic()
+            self._report_waits()
+            self._give_up_first_model()
+            self._write_snapshot_if_due()
+        wake = self.coordinator.next_wake() if self.coordinator is not None else None
+        if self.rounds is None or self.rounds.closing or wake is None or self.now < wake:
+            self._due_since = time.monotonic()
+        elif idle or time.monotonic() - self._due_since > _STARVED_S:
+            self._due_since = time.monotonic()
             self.rounds.wake(self.now)
-        self._write_snapshot_if_due()
 
     def _next_input(self, timeout: float) -> tuple[Peer | int, bytes | memoryview] | None:
         """The next message; while the processes are closing a round, what would decide something has to wait."""
@@ -273,13 +293,15 @@ class GlobalServer:
             return self._deferred.popleft()
         return self._inbox.get(timeout, accepts=_closes if closing else _anything)
 
-    def _report_late_round(self) -> None:
-        """Report, once a round, that the oldest open round takes much longer than the rounds before."""
-        if self.coordinator is None or (late := self.coordinator.overdue(self.now)) is None:
-            return
-        if late[0] != self._late_round:
-            self._late_round, missing = late
-            self.telemetry.round_is_late(self._late_round, missing)
+    def _report_waits(self) -> None:
+        """Say for whom the oldest open round, or the first global model, waits."""
+        core, now = self.coordinator, self.now
+        if core is not None:
+            waiting, late = core.waiting(now), core.overdue(now)
+        else:
+            waiting, late = self.first_model.waiting(), True
+        late = late or (waiting is not None and any(self.telemetry.is_away(site) for site in waiting.missing))
+        self._waits.look(waiting, now, self.run_config.sites, late=late)
 
     def _give_up_first_model(self) -> None:
         """Let another site send the first global model if the one that was to does not."""

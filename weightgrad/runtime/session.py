@@ -68,6 +68,7 @@ def join(
     checkpoint_every: int = 50,
     streams: int = 4,
     timeout: float = 60.0,
+    reconnect: float = 3600.0,
     download_codec: str | None = None,
     metrics: str | None = None,
 ) -> Site:
@@ -87,6 +88,9 @@ def join(
         checkpoint_every: Steps from one checkpoint to the next.
         streams: Connections that carry messages to the server in parallel, 1 to 64; one more carries control messages.
         timeout: Seconds to wait for a server that cannot be reached yet.
+        reconnect: Seconds for which a site in training waits for a server that has gone away; then it ends, and can be
+            started again from its checkpoint. If the server's machine answers that nothing listens there, the server
+            has ended, and five minutes are enough.
         download_codec: A codec without memory, such as "qsgd(bits=8)", for a site that joins late over a slow link.
             It gets its first model in that codec and begins to train after a fraction of the download; the exact
             global model follows while it trains and replaces the first, and no step is lost. It has no effect where
@@ -112,6 +116,7 @@ def join(
         checkpoint_every=checkpoint_every,
         streams=streams,
         timeout=timeout,
+        reconnect=reconnect,
         download_codec=download_codec,
         metrics=metrics,
     )
@@ -363,8 +368,9 @@ class Site:
 
         Returns:
             `step`, `version` (of the global model), `loss` (the last that was noted, or None), `steps_per_second`,
-            `up_bytes`, `down_bytes`, `waiting_seconds` and `waiting_share` (for the global server); with `auto` also
-            `every`, `overlap` and `codec`, as they are now.
+            `up_bytes`, `down_bytes`, `waiting_seconds` and `waiting_share` (for the global server), `waiting_for` (the
+            sites that a late round waits for now, or "the global server"; another thread may ask while training waits);
+            with `auto` also `every`, `overlap` and `codec`, as they are now.
         """
         return self._training.stats() if self._training is not None else {"step": 0}
 

@@ -109,10 +109,13 @@ class SiteBuffers:
             return  # the next result has them, and what this site has sent since
         self._sent, self._given = None, True
         left = {} if sent is None or through is None else _left(sent)
+        variances = {id(one.running_var) for one in self._module.modules() if hasattr(one, "running_var")}
         for name, buffer in persistent_buffers(self._module).items():
             new, old = mean.get(name), None if sent is None else sent.buffers.get(name)
             if new is None or new.shape != buffer.shape or not _travels(buffer):
                 continue
+            if id(buffer) in variances and bool((new < 0).any()):
+                continue  # another site has sent what no variance is: evaluation would be NaN
             if not buffer.is_floating_point():
                 buffer.copy_(torch.maximum(buffer, new.to(buffer.device, buffer.dtype)))
             elif old is None or id(buffer) not in left or torch.equal(_travelling(buffer), old):
@@ -147,7 +150,8 @@ def _left(sent: _Sent) -> dict[int, float]:
     found: dict[int, float] = {}
     for norm, before in sent.batches.items():
         now, momentum = int(norm.num_batches_tracked), norm.momentum  # type: ignore[arg-type]
-        share = before / max(now, 1) if momentum is None else (1 - float(momentum)) ** (now - before)  # type: ignore[arg-type]
+        passes = max(0, now - before)  # a counter that another site has made huge may overflow
+        share = min(1.0, before / max(now, 1)) if momentum is None else (1 - float(momentum)) ** passes  # type: ignore[arg-type]
         for name in ("running_mean", "running_var"):
             found[id(getattr(norm, name, None))] = share
     return found

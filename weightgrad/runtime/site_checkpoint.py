@@ -319,6 +319,14 @@ def newest_version(directory: Path | None) -> int:
     return -1
 
 
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest checkpoint; None without one."""
+    for path in reversed(_all(directory)):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return int(json.loads((path / _FACTS).read_text())["step"])
+    return None
+
+
 def newest_global_model(directory: Path) -> tuple[int, Tensor] | None:
     """The version of the global model in the newest checkpoint and its weights, read by one process.
 
@@ -427,10 +435,11 @@ def _save(state: dict[str, Any], directory: Path, group: SiteGroup) -> None:
 
 
 def _restore(state: dict[str, Any], directory: Path, group: SiteGroup | None) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(directory)
+    from weightgrad.runtime.checkpoint_reader import CheckpointReader
+
+    reader = CheckpointReader(directory)
     with _plain_errors():
         if group is None or group.size == 1:
             load(state, storage_reader=reader, no_dist=True)
@@ -456,7 +465,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _metadata(directory: Path) -> Mapping[str, Any]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from weightgrad.runtime.checkpoint_reader import CheckpointReader
 
-    found: Mapping[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
+    found: Mapping[str, Any] = CheckpointReader(directory).read_metadata().state_dict_metadata
     return found

@@ -218,6 +218,7 @@ class SiteLeader:
             )
         while why is not None:
             self.pump(_POLL_S)
+            connection.telemetry.says_waiting(time.monotonic() - began)
             if self._progress is not None:
                 self._progress.look(connection.unacknowledged_bytes)
             if time.monotonic() - told > _WAIT_TOLD_S:

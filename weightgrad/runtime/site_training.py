@@ -8,6 +8,7 @@ own: it is counted, and that is all.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from weightgrad.runtime.progress_log import ProgressLog, Tracker
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.rank_work import RankWork
-from weightgrad.runtime.site_checkpoint import SiteCheckpoint
+from weightgrad.runtime.site_checkpoint import SiteCheckpoint, newest_step
 from weightgrad.runtime.site_end import SiteEnd
 from weightgrad.runtime.site_leader import SiteLeader
 from weightgrad.runtime.site_orders import Measure
@@ -98,6 +99,24 @@ class SiteTraining:
         )
         self.checkpoint = None if options.state is None else self._names
         """Writes checkpoints, where `join` was given a directory."""
+        if connection.server_watch is not None:
+            connection.server_watch.kept = self._what_is_kept
+
+    def _what_is_kept(self) -> str:
+        """What a site that ends without its server leaves."""
+        if self._options.state is None:
+            return (
+                f"{self.name} had done {self.steps} steps; what it has not shared is lost, as it has no state directory"
+            )
+        if self.checkpoint is not None:
+            with suppress(WeightGradError):
+                self.checkpoint.wait()
+        step = newest_step(self._options.state)
+        found = "no checkpoint" if step is None else f"its checkpoint of step {step}"
+        return (
+            f"{self.name} had done {self.steps} steps, and has {found} in {self._options.state}: when a server runs, "
+            "the same command goes on from there"
+        )
 
     # -- what others ask ----------------------------------------------------------------------
 
@@ -120,6 +139,11 @@ class SiteTraining:
     def waited(self) -> float:
         """Seconds that training has waited for the global server, on rank 0."""
         return 0.0 if self.leader is None else self.leader.waited
+
+    @property
+    def waits(self) -> Mapping[str, int]:
+        """By name, how often training has waited long for other sites, or for the global server."""
+        return self.connection.telemetry.waits
 
     @property
     def up_bytes(self) -> int:
@@ -283,7 +307,8 @@ class SiteTraining:
         """How the site is doing, on rank 0; on other ranks the steps they have done."""
         if self._progress is None or self.coordinator is None:
             return {"step": self.steps}
-        return self._progress.stats(self.steps, self.coordinator.version, self.coordinator.schedule.current)
+        found = self._progress.stats(self.steps, self.coordinator.version, self.coordinator.schedule.current)
+        return found | {"waiting_for": self.connection.telemetry.waits_for()}
 
     def track(self, tracker: Tracker) -> None:
         """Give a tracker these numbers every few seconds and at the end, on rank 0."""

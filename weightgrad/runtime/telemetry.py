@@ -6,12 +6,15 @@ a site leaves in order                 "SITE leaves",              -
                                        "SITE: disconnected"
 the connection is lost                 "SITE: connection lost"     "SITE: connection to the global server lost"
 the server ends a session              "SITE: session ended by the global server: WHY"     the same
+a round waits for a site               "round N has waited ..."    "SITE waits for OTHER ...", and at OTHER
+                                                                   "the other sites wait for OTHER ..."
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +23,17 @@ from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
 from weightgrad.runtime.one_line import OneLine
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.transport import LinkEvent
 from weightgrad.units import show_bytes
-from weightgrad.wire.messages import Join, Push
+from weightgrad.wire.messages import Join, Push, Waiting
 
 server_log = logging.getLogger("weightgrad.serve")
 server_log.addFilter(OneLine())
 site_log = logging.getLogger("weightgrad")
 
 _LONG_WAIT_S = 5.0  # of a site for the others, from which on it is told
+SERVER = "the global server"
 
 
 class Telemetry:
@@ -40,6 +45,7 @@ class Telemetry:
         self._away: set[str] = set()  # sites whose connection was lost, or closed
         self._opened: dict[int, float] = {}  # when the first push of an open round came
         self._full = False  # the event log could not be written
+        self._lines = SeldomActions(per_s=1.0, burst=20)  # of what strangers and single sites can cause
 
     @property
     def now(self) -> float:
@@ -111,9 +117,15 @@ class Telemetry:
         """Note that the other sites wait for a late one."""
         server_log.warning("%s is late: the other sites wait for it", site)
 
-    def round_is_late(self, number: int, missing: list[str]) -> None:
-        """Note that a round takes much longer than the rounds before."""
-        server_log.warning("round %d waits for %s", number, ", ".join(missing))
+    def round_is_late(self, waiting: Waiting) -> None:
+        """Note that a round takes much longer than the rounds before, or misses a site that is not connected."""
+        what = f"round {waiting.round}" if waiting.round else "the first global model"
+        away = [f"{name} (not connected)" if name in self._away else name for name in waiting.missing]
+        server_log.warning("%s has waited %d s for %s", what, waiting.seconds, ", ".join(away))
+
+    def is_away(self, site: str) -> bool:
+        """Whether the connection of a site was lost, or closed."""
+        return site in self._away
 
     def lost(self, site: str) -> None:
         """Note that rounds continue without a site."""
@@ -174,14 +186,16 @@ class Telemetry:
 
     def refused_update(self, site: str, why: str) -> None:
         """Note that a message of a site was refused."""
-        server_log.error("an update of %s was refused: %s", site, why)
         self.metrics.refused_updates_total.labels(site=site).inc()
-        self.write("refused", site=site, why=why)
+        if self._lines.try_take(("update", site)):
+            server_log.error("an update of %s was refused: %s", site, why)
+            self.write("refused", site=site, why=why)
 
     def refused_connection(self, reason: str) -> None:
         """Note that a connection was refused, for one of a few fixed reasons."""
-        server_log.warning("a connection was refused: %s", reason)
         self.metrics.refused_connections_total.labels(reason=reason).inc()
+        if self._lines.try_take(("connection", reason)):
+            server_log.warning("a connection was refused: %s", reason)
 
 
 class SiteTelemetry:
@@ -191,12 +205,17 @@ class SiteTelemetry:
         connected: whether messages flow.
         refused: why the global server has ended the session; None if it has not.
         without: the sites that were in earlier results and are not in the last one.
+        waiting: for whom a round waits, as the server says; None once something else has come.
+        waits: by name, how often this site has waited for others so long that it said so.
     """
 
     def __init__(self, site: str, events: EventLog | None) -> None:
         self.metrics, self._events = SiteMetrics(site), events
         self._site, self._began = site, time.monotonic()
         self.without: Sequence[str] = ()
+        self.waiting: Waiting | None = None
+        self.waits: Counter[str] = Counter()
+        self._said_waiting: tuple[int, Sequence[str]] | None = None
         self.connected = False
         self.refused: str | None = None
 
@@ -220,9 +239,36 @@ class SiteTelemetry:
         self.metrics.waited(seconds)
         if seconds >= _LONG_WAIT_S and why != "joining":
             without = f"; the round has closed without {', '.join(self.without)}" if self.without else ""
-            site_log.warning("%s waited %.0f s for the other sites (%s)%s", self._site, seconds, why, without)
+            whom = ", ".join(self._said_waiting[1]) if self._said_waiting is not None else "the other sites"
+            site_log.warning("%s waited %.0f s for %s (%s)%s", self._site, seconds, whom, why, without)
+        self._said_waiting = None
         if self._events is not None:
             self._events.write("wait", self.now, step=step, seconds=round(seconds, 6), why=why)
+
+    def others_wait(self, waiting: Waiting) -> None:
+        """The server says for whom a round waits."""
+        self.waiting = waiting
+        if self._site in waiting.missing:
+            what = f"for its push of round {waiting.round}" if waiting.round else "for the first global model"
+            site_log.warning("the other sites wait for %s, %s, since %d s", self._site, what, waiting.seconds)
+
+    def waits_for(self) -> list[str]:
+        """For whom this site waits, if it does: the sites that a round misses, or the global server."""
+        if not self.connected:
+            return [SERVER]
+        return [name for name in self.waiting.missing if name != self._site] if self.waiting is not None else []
+
+    def says_waiting(self, seconds: float) -> None:
+        """Training has waited so long: say for whom, once for each."""
+        whom = self.waits_for()
+        if seconds < _LONG_WAIT_S or not whom:
+            return
+        round_ = self.waiting.round if self.waiting is not None and self.connected else 0
+        if self._said_waiting != (round_, whom):
+            self._said_waiting = (round_, whom)
+            self.waits.update(whom)
+            what = f", round {round_}" if round_ else ""
+            site_log.warning("%s waits for %s (%.0f s%s)", self._site, ", ".join(whom), seconds, what)
 
     def link_event(self, event: LinkEvent, why: str) -> None:
         """Report what has happened to the connection."""
@@ -251,5 +297,6 @@ class SiteTelemetry:
             "connected": self.connected,
             "step": None if state is None else state.progress.step,
             "version": None if state is None else state.version,
+            "waiting_for": self.waits_for(),
             "refused": self.refused,
         }

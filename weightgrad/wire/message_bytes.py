@@ -10,7 +10,7 @@
     options                Push, RoundResult
     report                 Push
     sync schedule          RoundResult, JoinReply
-    included sites         RoundResult
+    included sites         RoundResult; of a Waiting, those that are missing
     segments               PushPart, ResultPart, ModelPart: where it lies and a frame, each
     relayed pushes         RoundResult (without segments), ResultPart
     scalars                JoinReply: safetensors
@@ -84,6 +84,7 @@ from weightgrad.wire.messages import (
     RoundResult,
     Segment,
     ServerRestarted,
+    Waiting,
 )
 from weightgrad.wire.sync_schedule import MAX_TEXT_BYTES, Report, SyncSchedule
 
@@ -159,6 +160,9 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
             return [_head(JoinReply, *numbers, flags=flags), _schedule_bytes(message.schedule), *scalars]
         case ServerRestarted():
             return [_head(ServerRestarted)]
+        case Waiting():
+            numbers = (message.round, message.seconds, len(message.missing))
+            return [_head(Waiting, *numbers), _included_bytes(message.missing)]
         case Leave():
             return [_head(Leave, site=message.site)]
         case FinalPart():
@@ -240,7 +244,7 @@ def _vector_bytes(name: str) -> bytes:
 def _included_bytes(included: Mapping[str, int]) -> bytes:
     found = []
     for site in sorted(included):
-        message_header.check_number(f"RoundResult: included[{site!r}]", included[site])
+        message_header.check_number(f"RoundResult or Waiting: included[{site!r}]", included[site])
         name = message_header.name_bytes(site)
         found.append(INCLUDED_FIELD.pack(included[site], len(name), bytes(3)) + name)
     return b"".join(found)

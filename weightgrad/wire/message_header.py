@@ -26,6 +26,7 @@ from weightgrad.wire.messages import (
     RoundRequest,
     RoundResult,
     ServerRestarted,
+    Waiting,
 )
 from weightgrad.wire.versions import MESSAGE_VERSION
 
@@ -76,8 +77,9 @@ _KINDS: dict[type[Message], _Kind] = {
     ModelPart: _Kind(10, ("version",), flags=LAST, counts=True),
     Holding: _Kind(11, ("rank", "ranks", "epoch"), named=True, counts=True),
     FinalPart: _Kind(12, ("place", "parts"), named=True, counts=True),
+    Waiting: _Kind(13, ("round", "seconds", "len(missing)")),
 }
-_CONTROL = frozenset((*range(1, 8), 12))
+_CONTROL = frozenset((*range(1, 8), 12, 13))
 _TYPES = {kind.number: type_ for type_, kind in _KINDS.items()}
 
 

@@ -66,6 +66,7 @@ from weightgrad.wire.messages import (
     RoundResult,
     Segment,
     ServerRestarted,
+    Waiting,
 )
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
 
@@ -121,6 +122,9 @@ class MessageReader:
             return RoundRequest(round=head.numbers[0])
         if head.kind is ServerRestarted:
             return ServerRestarted()
+        if head.kind is Waiting:
+            round_, seconds, sites = head.numbers
+            return Waiting(round=round_, seconds=seconds, missing=self._included(sites))
         if head.kind is RoundResult:
             return self._result(head)
         if head.kind is JoinReply:

@@ -169,6 +169,15 @@ class RoundRequest:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Waiting:
+    """Server to every site that is connected: for whom the oldest open round waits. It is said, and nothing follows."""
+
+    round: int  # 0: the first global model has not come
+    seconds: int  # since the round was opened
+    missing: Mapping[str, int]  # site -> the round of its last push; 0: none
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class RelayedPush:
     """One push in a round result that relays pushes as they came.
 
@@ -323,7 +332,9 @@ class FinalPart:
             raise ProtocolError(f"{self.site!r} sent part {self.place} of {self.parts} of its final state")
 
 
-Control: TypeAlias = Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | FinalPart
+Control: TypeAlias = (
+    Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | FinalPart | Waiting
+)
 """Messages between the coordinators; they are small and never wait behind bulk. A FinalPart is a piece of a file, and
 a control message because the Leave must not overtake it."""
 
@@ -436,6 +447,8 @@ def nbytes(message: Message) -> int:
         size += sum(RELAYED_BYTES + len(push.site.encode()) for push in message.relayed)
         if message.moves:
             size += sum(nbytes(part) for part in cut_result(message))
+    if isinstance(message, Waiting):
+        size += sum(START_BYTES + len(site.encode()) for site in message.missing)
     if isinstance(message, PushPart | ResultPart | ModelPart):
         size += segments_bytes(message.segments)
     if isinstance(message, Holding):

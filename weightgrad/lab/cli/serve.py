@@ -81,8 +81,12 @@ def serve(
         typer.Option(help="The largest model that a site may bring; default: what half of the memory is enough for."),
     ] = None,
     first_site: Annotated[
-        str | None, typer.Option(help="The site that sends the first global model; default: the first that enters.")
+        str | None,
+        typer.Option(help="The site that sends the first global model; default: one that a majority agrees with."),
     ] = None,
+    max_ranks: Annotated[
+        int, typer.Option(min=1, help="Ranks that a site may have; each has connections and memory of its own.")
+    ] = 256,
     page: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve a live page there, e.g. 127.0.0.1:7445; needs --out."),
@@ -136,6 +140,7 @@ def serve(
             advertise=tuple(advertise.split(",")) if advertise is not None else None,
             max_parameters=max_parameters,
             first_site=first_site,
+            max_ranks=max_ranks,
         )
         server = GlobalServer(config, options, transport, found, events, group=group)
         monitor = health.serve(metrics, server.metrics, server.status)

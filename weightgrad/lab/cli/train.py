@@ -27,6 +27,10 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 50,
     insecure: Annotated[bool, typer.Option(help="No certificates; for a server on this machine only.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a server that is not there yet.")] = 60.0,
+    reconnect: Annotated[
+        float,
+        typer.Option(min=1.0, help="Seconds in training to wait for a server that has gone away; then the site ends."),
+    ] = 3600.0,
     download_codec: Annotated[
         str | None,
         typer.Option(
@@ -52,6 +56,7 @@ def train(
         state=state,
         checkpoint_every=checkpoint_every,
         timeout=timeout,
+        reconnect=reconnect,
         emulate_compute=emulate_compute,
         download_codec=download_codec,
         metrics=metrics,

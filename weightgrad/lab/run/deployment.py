@@ -61,6 +61,7 @@ def train(
     state: Path | None = None,
     checkpoint_every: int = 50,
     timeout: float = 60.0,
+    reconnect: float = 3600.0,
     emulate_compute: bool = False,
     download_codec: str | None = None,
     metrics: str | None = None,
@@ -76,6 +77,7 @@ def train(
         state: Directory of the site's checkpoints.
         checkpoint_every: Steps between two checkpoints.
         timeout: Seconds to wait for a server that is not there yet.
+        reconnect: Seconds to wait for a server that has gone away.
         emulate_compute: Make every forward and backward pass last as long as the recipe's `compute` says, as in the
             simulator. The site's event log counts the passes that really took longer.
         download_codec: The codec in which a site that joins late receives the global model.
@@ -100,6 +102,7 @@ def train(
         state=state,
         checkpoint_every=checkpoint_every,
         timeout=timeout,
+        reconnect=reconnect,
         download_codec=download_codec,
         metrics=metrics,
     )

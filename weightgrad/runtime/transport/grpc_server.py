@@ -19,11 +19,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
 from weightgrad.errors import LinkError, ProtocolError, RefusedError, StrategyError, WeightGradError
 from weightgrad.runtime.security.tls_check import is_loopback
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.connection_gate import ConnectionGate
 from weightgrad.runtime.transport.grpc_listener import make_server
 from weightgrad.runtime.transport.grpc_sessions import (
@@ -84,6 +86,7 @@ class GrpcServer(ServerTransport):
         self._sent_while_entering: dict[Peer, list[tuple[Outgoing, bool]]] = {}  # while Enter is answered
         self._ended: OrderedDict[str, SessionEnd] = OrderedDict()  # by the session's id
         self._known: dict[Peer, KnownPeer] = {}
+        self._lines = SeldomActions(per_s=1.0, burst=20)  # about peers at one address that are not admitted
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_sessions, name="sessions-watch", daemon=True)
         handlers = {
@@ -176,7 +179,8 @@ class GrpcServer(ServerTransport):
             self._gate.prove(_endpoint_of(entry.peer_address))
             result, session = self._admit(entry)
         except WeightGradError as error:
-            log.info("%s was not admitted: %s", context.peer(), error)
+            if self._lines.try_take(_endpoint_of(unquote(context.peer())).rpartition(":")[0]):
+                log.info("%s was not admitted: %s", context.peer(), error)
             SessionEnd.of(error).abort(context)
         except Exception as error:
             log.exception("admitting %s failed", context.peer())
