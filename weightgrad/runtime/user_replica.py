@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizers import put_rates, rates_of
+from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.kernels import fixed
 from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.rank_step import write_gradient
@@ -36,6 +37,7 @@ class UserReplica:
         layout: where the parameters lie in the index space.
         exchange: brings results and weights that other ranks hold to this one.
         step_now: takes an optimizer step now, without the hooks of this package.
+        memory: where results are decoded.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class UserReplica:
         layout: Layout,
         exchange: ReplicaExchange,
         step_now: Callable[[], None],
+        memory: StateMemory | None = None,
     ) -> None:
         self._weights, self._gradients, self._optimizer, self._layout = weights, gradients, optimizer, layout
         self.trained, self.optimizer = weights, optimizer
         """The parameters and the optimizer, for who keeps copies of them."""
         self._exchange = exchange
         self._step_now = step_now
+        self._memory: StateMemory = HostMemory() if memory is None else memory
         self._waiting = False  # a gradient is in place that nobody has stepped with
         self._rates: list[float] | None = None
         self._incoming: dict[str, Tensor] = {}
@@ -79,9 +83,9 @@ class UserReplica:
             parameter.grad = torch.zeros_like(parameter)
         inside = self._weights.redistributed
         self._gradients.begin()
-        for segment in segments:
+        for segment in self._memory.arrive(segments):
             own = segment.intervals & self._gradients.available
-            values = torch.zeros(own.numel)
+            values = torch.zeros(own.numel, device=self._memory.device)
             segment.into(values, fixed.STORE, own)
             write_gradient(self._gradients, own, values)
         if not inside:
@@ -138,7 +142,7 @@ class UserReplica:
 
     def weights(self, intervals: Intervals) -> Tensor:
         """Some weights."""
-        return self._weights.read(intervals, torch.empty(intervals.numel))
+        return self._weights.read(intervals, torch.empty(intervals.numel, device=self._memory.device))
 
     def load(self, name: str, segment: Segment) -> None:
         """Store weights at once, and keep the optimizer's vectors until all of them are here."""
