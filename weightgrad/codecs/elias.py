@@ -61,7 +61,7 @@ class Elias(Codec):
         streams, lengths = [], []
         for start in range(0, n, step):
             piece = flat[start : start + step]
-            codes = torch.empty(piece.numel(), dtype=torch.uint8, device=flat.device)
+            codes = fixed.scratch("elias codes", piece, torch.uint8)
             own = scales[start // self.bucket :]
             if kernel.quantize(piece, None, spec, noise.mix(key), codes, own, start) < piece.numel():
                 raise not_finite(flat)
