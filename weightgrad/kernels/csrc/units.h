@@ -1,4 +1,4 @@
-/* What the portable units and the AVX2 units share of each other. */
+/* What the portable units and the vector units share of each other. */
 #ifndef WG_UNITS_H
 #define WG_UNITS_H
 
@@ -39,6 +39,7 @@ void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, u
 
 /* moments: the run is one block or less */
 uint32_t wg_moments_run(const float *x, const float *residual, size_t m, double *partials);
+uint32_t wg_moments_avx512(const float *x, const float *residual, uint64_t n, int absolute, double *partials);
 uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, int absolute, double *partials);
 
 uint32_t wg_largest_avx2(const float *x, uint64_t n);
@@ -73,6 +74,8 @@ void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int m
 uint32_t wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials);
 uint32_t wg_level_sums_run(const float *w, const float *d, size_t m, wg_ruler ruler, int levels, double *partials);
 uint32_t wg_level_sums_avx2(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials);
+uint32_t wg_ternary_sums_avx512(const float *w, const float *d, uint64_t n, float threshold, double *partials);
+uint32_t wg_level_sums_avx512(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials);
 void wg_ternary_threshold_avx2(const float *w, uint64_t n, float threshold, uint8_t *codes);
 
 /* columns */
@@ -106,6 +109,7 @@ void wg_onebit_roll_back(const float *x, float *residual, float *old_means, wg_g
 void wg_onebit_decode_run(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
                           float *out);
 void wg_signs_run(const float *x, uint64_t n, uint8_t *bits);
+int wg_onebit_avx512(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
 int wg_onebit_avx2(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
 void wg_onebit_decode_avx2(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
                            float *out);
@@ -128,6 +132,7 @@ typedef struct {
 
 /* m elements from index `first` on; 0 when one is not finite: then nothing was written. */
 int wg_select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
+int wg_select_run_avx512(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
 int wg_select_run_avx2(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
 
 #endif
