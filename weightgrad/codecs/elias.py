@@ -27,6 +27,8 @@ from weightgrad.kernels import fixed, native, noise
 
 PARAMS = "<BxxxxxxxQQ"  # bits, bucket, bytes of the stream
 
+_CHUNK = 1 << 20  # elements whose codes are made and then coded: they stay in the cache, and few calls are made
+
 
 @codec("elias")
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Elias(Codec):
         n, levels = flat.numel(), 2 ** (self.bits - 1) - 1
         spec = kernel.BucketSpec(self.bucket, 8, levels, self.norm, True)
         scales = torch.empty(-(-n // self.bucket), dtype=torch.float32, device=flat.device)
-        step = max(1, fixed.CHUNK // self.bucket) * self.bucket
+        step = max(1, _CHUNK // self.bucket) * self.bucket
         streams, lengths = [], []
         for start in range(0, n, step):
             piece = flat[start : start + step]

@@ -86,7 +86,7 @@ def trainable(module: nn.Module, *, frozen: bool = False) -> list[NamedParameter
         frozen: Whether those that are frozen now take part, too.
 
     Raises:
-        StrategyError: There is none, or one that is not dense and floating-point.
+        StrategyError: There is none, or one that is not dense and floating-point, or of 8 bits.
     """
     found = [NamedParameter(plain_name(name), p) for name, p in module.named_parameters() if frozen or p.requires_grad]
     if not found:
@@ -95,6 +95,11 @@ def trainable(module: nn.Module, *, frozen: bool = False) -> list[NamedParameter
         if not one.parameter.is_floating_point() or one.parameter.is_sparse:
             raise StrategyError(
                 f"{one.name} is {one.parameter.dtype}; only dense floating-point parameters can be shared"
+            )
+        if one.parameter.dtype.itemsize == 1:
+            raise StrategyError(
+                f"{one.name} is {one.parameter.dtype}, in which updates would be lost and optimizers cannot step; keep "
+                "parameters in bfloat16 or float32, and let the layers cast them"
             )
     return found
 

@@ -36,6 +36,7 @@ class WeightsSnapshot:
         self._copies: DeviceCopies = weights.copies_of(weights.device)
         self._rooms: list[Any] = []
         self._coming: dict[Intervals, Download] = {}
+        self._waited = True  # whether the user's stream waits for the copies
 
     @staticmethod
     def possible(weights: ModuleWeights) -> bool:
@@ -51,10 +52,13 @@ class WeightsSnapshot:
             intervals: self._copies.download(self._weights.parts(intervals), [room])
             for intervals, room in zip(upcoming, self._rooms, strict=False)
         }
+        self._waited = False
 
     def before_writing(self) -> None:
         """Parameters are about to be written: what the user's stream is given from now on waits for the copies."""
-        self._copies.hold()
+        if not self._waited:
+            self._copies.hold()
+            self._waited = True
 
     def expect(self, upcoming: Sequence[Intervals]) -> None:
         """Nothing: all of it is on its way."""
