@@ -346,6 +346,55 @@ def pushes_beside_passes(strategy: str) -> None:
             assert [counts.to_host for counts in trial.steps[:3]] == [Traffic(), Traffic(), pushed], trial.steps
 
 
+class GoneError(Exception):
+    """The process ends here."""
+
+
+@case
+def two_lives(strategy: str) -> None:
+    """A site on the device that goes on from its `state_dict` has the bits of one on the host that never ended."""
+    ACCELERATOR.readers = _Anything()
+    ends = 11
+
+    def script(device: torch.device, place: str, until: int, begins: bytes | None, saved: list[bytes]) -> Any:
+        def run(site: Site, meet: Meet) -> None:
+            model: nn.Module = user_sites.network(1 if begins is None else 9)
+            if device.type != "cpu":
+                pretend.moved(model)
+            if begins is not None:
+                site.load_state_dict({"state": begins})
+            model, optimizer = site.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9), state_on=place)
+            meet()
+            while site.steps < until:
+                _gradients(model, device, site.steps, 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if until < ends:
+                saved.append(site.state_dict()["state"])
+                raise GoneError
+            site.leave()
+
+        return run
+
+    def lives(device: torch.device, place: str, *stops: int) -> Tensor:
+        saved: list[bytes] = []
+        with user_sites.served(strategy, "east") as hub:
+            for until in stops:
+                begins = saved[-1] if saved else None
+                thread = user_sites.UserScript(hub.address, "east", script(device, place, until, begins, saved))
+                while thread.is_alive():
+                    hub.tick()
+                hub.until(lambda: not any(member.live for member in hub.core.members.by_name.values()))
+                if until < ends:
+                    assert isinstance(thread.error, GoneError), thread.error
+            thread.end()
+            return hub.global_model.vector.clone()
+
+    expected = lives(torch.device("cpu"), "host", ends)
+    same(lives(DEVICE, "device", 5, ends), expected)
+    same(lives(DEVICE, "host", 5, ends), expected)
+
+
 @case
 def a_round_copies_the_shard_once() -> None:
     """Between rounds nothing crosses; at a round the weights do once, each way."""

@@ -55,6 +55,11 @@ def test_a_site_with_its_state_on_the_device_ends_with_the_same_bits(strategy: s
 
 
 @pytest.mark.parametrize("strategy", ["sparseloco, every: 3, overlap: 2", "streaming"])
+def test_a_site_on_the_device_goes_on_from_its_state(strategy: str, tmp_path: Path) -> None:
+    processes.run("two_lives", strategy, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["sparseloco, every: 3, overlap: 2", "streaming"])
 def test_a_push_that_moves_nothing_is_encoded_beside_the_next_passes(strategy: str, tmp_path: Path) -> None:
     processes.run("pushes_beside_passes", strategy, out=tmp_path)
 

@@ -36,7 +36,7 @@ class Elias(Codec):
     """QSGD's levels, Elias-coded: short when most levels are zero."""
 
     encode_gb_s, decode_gb_s = 2.4, 2.9
-    benchmarks = (Benchmark("elias(bits=2)"),)
+    benchmarks = (Benchmark("elias(bits=2)", 0.5),)
 
     bits: int = 2
     bucket: int = 512

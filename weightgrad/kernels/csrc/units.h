@@ -109,7 +109,6 @@ void wg_onebit_roll_back(const float *x, float *residual, float *old_means, wg_g
 void wg_onebit_decode_run(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
                           float *out);
 void wg_signs_run(const float *x, uint64_t n, uint8_t *bits);
-int wg_onebit_avx512(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
 int wg_onebit_avx2(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
 void wg_onebit_decode_avx2(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
                            float *out);
@@ -132,7 +131,6 @@ typedef struct {
 
 /* m elements from index `first` on; 0 when one is not finite: then nothing was written. */
 int wg_select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
-int wg_select_run_avx512(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
 int wg_select_run_avx2(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
 
 #endif
