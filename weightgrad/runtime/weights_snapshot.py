@@ -63,6 +63,9 @@ class WeightsSnapshot:
     def expect(self, upcoming: Sequence[Intervals]) -> None:
         """Nothing: all of it is on its way."""
 
+    def views(self, intervals: Intervals) -> None:
+        """Nothing: parameters are on a device."""
+
     def read(self, intervals: Intervals, out: Tensor) -> Tensor:
         """The weights of a piece, as they were; waits for their copy."""
         parts = self._coming[intervals].wait()
