@@ -18,9 +18,10 @@ def test_a_push_is_encoded_by_a_thread_of_its_own_or_by_who_cannot_wait() -> Non
 
     push.finish()
     push.start()
-    assert not push.pending
+    pending = [push.pending]
     push.leave(work)
-    assert push.pending
+    pending.append(push.pending)
+    assert pending == [False, True]
     assert by == []
     push.start()
     push.finish()
