@@ -39,7 +39,6 @@ void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, u
 
 /* moments: the run is one block or less */
 uint32_t wg_moments_run(const float *x, const float *residual, size_t m, double *partials);
-uint32_t wg_moments_avx512(const float *x, const float *residual, uint64_t n, int absolute, double *partials);
 uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, int absolute, double *partials);
 
 uint32_t wg_largest_avx2(const float *x, uint64_t n);
