@@ -27,7 +27,7 @@ class Clip(Stage):
     """Cut at this many standard deviations, then encode with the next codec."""
 
     encode_gb_s, decode_gb_s = 1.2, 18.0
-    benchmarks = (Benchmark("clip(2.5) > qsgd(bits=4)", 0.75),)
+    benchmarks = (Benchmark("clip(2.5) > qsgd(bits=4)", 0.6),)
 
     sigma: float
     then: Codec = dataclasses.field(default_factory=Fp32)

@@ -95,7 +95,7 @@ class LossAware(Codec):
     benchmarks = (
         Benchmark("lossaware(bits='ternary')", 0.25, 1.4),
         Benchmark("lossaware(bits=1)"),
-        Benchmark("lossaware(bits=4)", 0.3),
+        Benchmark("lossaware(bits=4)", 0.25),
     )
 
     bits: int | str = "ternary"
