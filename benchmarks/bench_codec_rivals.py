@@ -199,7 +199,7 @@ def measure_job(rivals: list[Rival], inputs: tuple[Tensor, Tensor], repeats: int
         try:
             subjects.append(Subject(rival, inputs, target))
         except Exception as error:
-            if rival.label.library.split()[0] not in ("bitsandbytes", "hivemind"):
+            if rival.label.library.split()[0] not in ("bitsandbytes", "hivemind", "pi-quant"):
                 raise
             notes.append(f"{rival.label.library}: {rival.label.name} does not work here: {error}")
     copy_best = float("inf")

@@ -5,7 +5,7 @@ whole tensor, every step a new temporary. Chunks: the same arithmetic as fast as
 without a kernel of its own, a piece at a time so that temporaries stay in the cache, results
 preallocated, sixteen random bits an element from numpy's fastest generator instead of torch.rand,
 torch's vectorized quantizer instead of a cast, the piece size tuned on the spot. Libraries:
-bitsandbytes and hivemind, when they are installed, whole and in parts.
+bitsandbytes and hivemind, when they are installed, whole and in parts, and pi-quant (pypiquant).
 
 A rival counts the bytes it would have to send: codes, scales, indices. None of them checks for
 NaN, frames its bytes or describes them; WeightGrad's rows pay for that.
@@ -30,6 +30,7 @@ from codec_rivals.dense import (
     SignExpressions,
     TernGradExpressions,
 )
+from codec_rivals.piquant_coder import PiQuant
 from codec_rivals.sparse import DgcChunks, DgcExpressions, LocalTopK, PowerSgd, SampledTopK, TopK
 from torch import Tensor
 
@@ -95,6 +96,19 @@ def _hivemind(found: Any) -> list[Rival]:
     return _whole_and_parts(table, name, (1 << 17, 1 << 18))  # its averager cuts parts of 2**19 bytes
 
 
+def _piquant(found: Any, threads: int) -> list[Rival]:
+    name = f"pi-quant {found.__version__}"
+
+    def maker(bits: int, rounding: str) -> Maker:
+        return lambda like, _: PiQuant(like, found, threads, bits, rounding)
+
+    return [
+        Rival(Label(job, task, f"uint{bits}, one scale", name), maker(bits, rounding))
+        for job, bits in (("8 bit", 8), ("4 bit", 4))
+        for task, rounding in (("stochastic", "STOCHASTIC"), ("nearest", "NEAREST"))
+    ]
+
+
 def _whole_and_parts(
     table: Sequence[tuple[str, str, str, Maker]], library: str, chunks: tuple[int, ...]
 ) -> list[Rival]:
@@ -109,7 +123,11 @@ def libraries(threads: int) -> tuple[list[Rival], list[str]]:
     """Rivals of the libraries that are installed, and a line about each that is not."""
     os.environ["QUANTIZATION_THREADS"] = str(threads)  # hivemind reads it once, when imported
     rivals, notes = [], []
-    makers = {"bitsandbytes": _bitsandbytes, "hivemind": _hivemind}
+    makers: dict[str, Callable[[Any], list[Rival]]] = {
+        "bitsandbytes": _bitsandbytes,
+        "hivemind": _hivemind,
+        "piquant": lambda found: _piquant(found, threads),
+    }
     for name, maker in makers.items():
         try:
             rivals += maker(importlib.import_module(name))

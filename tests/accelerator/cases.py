@@ -5,6 +5,7 @@ Every case is a process of its own, because a device is known to the whole proce
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -24,11 +25,14 @@ from tests.runtime.deployment import PATIENCE_S
 from tests.runtime.user_sites import Meet
 from weightgrad import codecs, kernels
 from weightgrad.core.layout import Layout
+from weightgrad.core.residual import Residual
+from weightgrad.errors import StrategyError
 from weightgrad.lab.bench import gpu_check, gpu_steps
 from weightgrad.runtime import device_copies
 from weightgrad.runtime.device_copies import DeviceCopies
 from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter
 from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.weights_snapshot import WeightsSnapshot
 from weightgrad.wire.intervals import Intervals
 
 DEVICE = torch.device("privateuseone", 0)  # its name until `register` has been called
@@ -258,6 +262,140 @@ def equals_the_host(strategy: str) -> None:
 
 
 @case
+def state_on_the_device(strategy: str) -> None:
+    """With its state on the device a site has the same bits, and only encoded bytes cross, asynchronously."""
+    ACCELERATOR.readers = _Anything()
+    there = Trial(strategy, DEVICE, state_on="device")
+    same(there.model, there.global_model)
+    if strategy not in TIMED:
+        same(there.global_model, Trial(strategy, torch.device("cpu")).global_model)
+    for counts in there.steps:
+        # Entries are found where each tensor begins and ends (8 bytes an edge); codebooks are made from a sample.
+        edges = 8 * 2 * TENSORS * counts.blocking
+        samples = 2 * 4 * NUMEL if strategy == "weightgrad" else 0  # of its trigger
+        assert counts.to_host.nbytes <= 4 * NUMEL + edges + samples, counts
+        assert counts.blocking == 0 or strategy in ("auto", "gaia", "weightgrad") or "sparse" in strategy, counts
+
+
+@case
+def encoded_bytes_cross() -> None:
+    """A round brings the bytes of the push to the host and those of the result to the device, and no more."""
+    ACCELERATOR.readers = _Anything()
+    body = codecs.parse("qsgd(bits=4)").encode(torch.ones(NUMEL), {}, 0)[0].body.numel()
+    update = "diloco, every: 4, up: qsgd(bits=4), down: qsgd(bits=4)"
+    for strategy, every in ((update, 4), ("qsgd", 1)):
+        for step, counts in enumerate(Trial(strategy, DEVICE, state_on="device").steps):
+            expected = Traffic(1, body) if step % every == every - 1 else Traffic()
+            assert (counts.to_host, counts.to_device, counts.blocking) == (expected, expected, 0), (strategy, step)
+    trial = Trial(update, DEVICE, state_on="device", dtype=torch.bfloat16)
+    same(trial.global_model, Trial(update, torch.device("cpu"), dtype=torch.bfloat16).global_model)
+    assert [counts.to_host.nbytes for counts in trial.steps] == [0, 0, 0, body] * 2
+
+
+@case
+def state_that_devices_refuse() -> None:
+    """What would have other bits on a device is refused, with the reason; on the host nothing is."""
+    for strategy in ("powersgd", "weightgrad-paper", "diloco, selector: largest(0.1)"):
+        raises(StrategyError, functools.partial(Trial, strategy, DEVICE, state_on="device"))
+        Trial(strategy, torch.device("cpu"), state_on="device")
+    raises(StrategyError, lambda: Trial("diloco", DEVICE, state_on="gpu"))
+
+
+@case
+def pushes_beside_passes(strategy: str) -> None:
+    """A push that moves nothing is encoded while the next passes run: it waits here until a forward pass has begun.
+
+    The weights are copied once, at the round, and the host waits for none of it in the step.
+    """
+    passes, needed, pushes, beside = 0, 0, 0, 0
+    begun = threading.Condition()
+    take, encode = WeightsSnapshot.take, Residual.take
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal passes
+        with begun:
+            passes += 1
+            begun.notify_all()
+        found: Tensor = model(x)
+        return found
+
+    def taken(self: WeightsSnapshot, upcoming: Any) -> None:
+        nonlocal needed, pushes
+        needed, pushes = passes + 1, pushes + 1
+        take(self, upcoming)
+
+    def encoded(self: Residual, *args: Any, **kwargs: Any) -> Any:
+        nonlocal beside
+        if threading.current_thread().name.startswith("push"):  # and not the server's
+            with begun:
+                assert begun.wait_for(lambda: passes >= needed, PATIENCE_S), "encoded in the step"
+            beside += 1
+        return encode(self, *args, **kwargs)
+
+    expected = Trial(strategy, torch.device("cpu")).global_model
+    WeightsSnapshot.take, Residual.take = taken, encoded  # type: ignore[method-assign]
+    for dtype in (torch.float32, torch.bfloat16):
+        pushes = beside = 0
+        trial = Trial(strategy, DEVICE, forward=forward, dtype=dtype)
+        assert beside == pushes > 0, (beside, pushes)
+        if dtype == torch.float32:
+            same(trial.global_model, expected)
+        assert all(counts.reads == [] and counts.blocking == 0 for counts in trial.steps)
+        if "every: 3" in strategy:
+            pushed = Traffic(TENSORS, dtype.itemsize * NUMEL)
+            assert [counts.to_host for counts in trial.steps[:3]] == [Traffic(), Traffic(), pushed], trial.steps
+
+
+class GoneError(Exception):
+    """The process ends here."""
+
+
+@case
+def two_lives(strategy: str) -> None:
+    """A site on the device that goes on from its `state_dict` has the bits of one on the host that never ended."""
+    ACCELERATOR.readers = _Anything()
+    ends = 11
+
+    def script(device: torch.device, place: str, until: int, begins: bytes | None, saved: list[bytes]) -> Any:
+        def run(site: Site, meet: Meet) -> None:
+            model: nn.Module = user_sites.network(1 if begins is None else 9)
+            if device.type != "cpu":
+                pretend.moved(model)
+            if begins is not None:
+                site.load_state_dict({"state": begins})
+            model, optimizer = site.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9), state_on=place)
+            meet()
+            while site.steps < until:
+                _gradients(model, device, site.steps, 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if until < ends:
+                saved.append(site.state_dict()["state"])
+                raise GoneError
+            site.leave()
+
+        return run
+
+    def lives(device: torch.device, place: str, *stops: int) -> Tensor:
+        saved: list[bytes] = []
+        with user_sites.served(strategy, "east") as hub:
+            for until in stops:
+                begins = saved[-1] if saved else None
+                thread = user_sites.UserScript(hub.address, "east", script(device, place, until, begins, saved))
+                while thread.is_alive():
+                    hub.tick()
+                hub.until(lambda: not any(member.live for member in hub.core.members.by_name.values()))
+                if until < ends:
+                    assert isinstance(thread.error, GoneError), thread.error
+            thread.end()
+            return hub.global_model.vector.clone()
+
+    expected = lives(torch.device("cpu"), "host", ends)
+    same(lives(DEVICE, "device", 5, ends), expected)
+    same(lives(DEVICE, "host", 5, ends), expected)
+
+
+@case
 def a_round_copies_the_shard_once() -> None:
     """Between rounds nothing crosses; at a round the weights do once, each way."""
     for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
@@ -368,7 +506,8 @@ class _Anything(set[str]):
 @case
 def rank(server: str, kind: str, out: str) -> None:
     """One of the ranks of a site, on the device or on the host; leaves its model in a file."""
-    on_device = "device" in kind
+    on_device = kind.startswith("device")
+    ACCELERATOR.readers = _Anything() if "state" in kind else set()
     device = DEVICE if on_device else torch.device("cpu")
     with join(server, site="east", insecure=True, timeout=300) as site:
         model: nn.Module = user_sites.network()
@@ -376,7 +515,8 @@ def rank(server: str, kind: str, out: str) -> None:
             pretend.moved(model)
         if "shards" in kind:
             _shard(model, site.group.rank, site.group.size)
-        model, optimizer = site.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+        place = "device" if "state" in kind else "host"
+        model, optimizer = site.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9), state_on=place)
         steps = []
         for step in range(STEPS):
             _gradients(model, device, step, 0 if "shards" in kind else site.group.rank)

@@ -27,6 +27,8 @@ CASES = (
     "scalers_and_optimizers",
     "saved_activations",
     "the_check_of_gpus",
+    "encoded_bytes_cross",
+    "state_that_devices_refuse",
 )
 STRATEGIES = (
     "auto", "baseline", "dgc", "diloco, every: 4", "gaia", "powersgd", "adaptive", "sparseloco, every: 4",
@@ -43,6 +45,23 @@ def test_case(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_site_on_the_device_ends_with_the_bits_of_one_on_the_host(strategy: str, tmp_path: Path) -> None:
     processes.run("equals_the_host", strategy, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["auto", "dgc", "ahead", "gaia", "sparseloco, every: 4", "streaming", "weightgrad"]
+)
+def test_a_site_with_its_state_on_the_device_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
+    processes.run("state_on_the_device", strategy, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["sparseloco, every: 3, overlap: 2", "streaming"])
+def test_a_site_on_the_device_goes_on_from_its_state(strategy: str, tmp_path: Path) -> None:
+    processes.run("two_lives", strategy, out=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["sparseloco, every: 3, overlap: 2", "streaming"])
+def test_a_push_that_moves_nothing_is_encoded_beside_the_next_passes(strategy: str, tmp_path: Path) -> None:
+    processes.run("pushes_beside_passes", strategy, out=tmp_path)
 
 
 def ranks(
@@ -66,6 +85,25 @@ def test_ranks_with_a_local_server(tmp_path: Path) -> None:
     _, here = ranks("weightgrad-paper", "host", tmp_path / "host")
     assert torch.equal(there, here)
     assert all(torch.equal(results[0][1], weights) for _, weights in results)
+
+
+def test_shards_with_their_state_on_the_device(tmp_path: Path) -> None:
+    """Of what a rank has only encoded bytes cross: here the codec is fp32, so 4 bytes an element, each way."""
+    results, there = ranks("diloco, every: 4", "device shards state", tmp_path / "device")
+    _, here = ranks("diloco, every: 4", "host shards", tmp_path / "host")
+    assert torch.equal(there, here)
+    for steps, weights in results:
+        own = 4 * weights.numel()
+        assert steps == [(own, own, 0) if step % 4 == 3 else (0, 0, 0) for step in range(8)]
+
+
+def test_shards_whose_pushes_are_encoded_beside_the_next_passes(tmp_path: Path) -> None:
+    """Ranks encode in threads of their own while rank 0 goes on; the bits are those of the host."""
+    results, there = ranks("sparseloco, every: 3, overlap: 2", "device shards", tmp_path / "device")
+    _, here = ranks("sparseloco, every: 3, overlap: 2", "host shards", tmp_path / "host")
+    assert torch.equal(there, here)
+    for steps, weights in results:
+        assert [step[0] for step in steps] == [0, 0, 4 * weights.numel(), 0, 0, 4 * weights.numel(), 0, 0]
 
 
 def test_shards_as_fsdp2_has_them(tmp_path: Path) -> None:

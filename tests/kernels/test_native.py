@@ -72,7 +72,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(NativeError, match="there are native, portable, reference"), kernels.use("gpu"):
+    with pytest.raises(NativeError, match="there are native, avx2, portable, reference"), kernels.use("gpu"):
         pass
 
 

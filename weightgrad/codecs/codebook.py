@@ -54,7 +54,7 @@ class Codebook(Codec):
     """A few shared values by k-means and an index an element: for weights."""
 
     encode_gb_s, decode_gb_s = 1.2, 15.6
-    benchmarks = (Benchmark("codebook(bits=4)", 0.3),)
+    benchmarks = (Benchmark("codebook(bits=4)", 0.4),)
 
     bits: int = 4
 

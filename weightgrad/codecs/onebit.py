@@ -32,7 +32,7 @@ class OneBit(Codec):
     """A sign an element and two means a column, with error feedback."""
 
     encode_gb_s, decode_gb_s = 8.3, 19.0
-    benchmarks = (Benchmark("onebit()", 0.75, 1.4),)
+    benchmarks = (Benchmark("onebit()", 0.55, 1.4),)
 
     feedback: bool = True
 

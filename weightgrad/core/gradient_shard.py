@@ -11,6 +11,7 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import LocalModel
 from weightgrad.core.pieces import Piece
 from weightgrad.core.site_shard import ApplyOrder, LoadOrder, PushOrder, ShardPlan, SiteShard
+from weightgrad.core.state_memory import StateMemory
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
@@ -46,12 +47,20 @@ class GradientShard(SiteShard):
 
     Args:
         replica: takes the optimizer steps.
+        memory: where the residual is.
     """
 
     def __init__(
-        self, site: str, layout: Layout, local: LocalModel, plan: ShardPlan, key: int, replica: GlobalReplica
+        self,
+        site: str,
+        layout: Layout,
+        local: LocalModel,
+        plan: ShardPlan,
+        key: int,
+        replica: GlobalReplica,
+        memory: StateMemory | None = None,
     ) -> None:
-        super().__init__(site, layout, local, plan, key)
+        super().__init__(site, layout, local, plan, key, memory)
         self._replica = replica
 
     def stepped(self, gradient: LocalModel | None) -> None:

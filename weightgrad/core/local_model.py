@@ -16,17 +16,11 @@ from weightgrad.kernels import fixed
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
 
+_HOST = torch.device("cpu")
 
-class LocalModel(Protocol):
-    """The weights of the elements that a rank holds."""
 
-    @property
-    def held(self) -> Intervals:
-        """The elements that can be read and written."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether weights are float32; otherwise `write` rounds, and `round_` tells to what."""
+class Readable(Protocol):
+    """Weights, or gradients, that a push is made of."""
 
     def expect(self, upcoming: Sequence[Intervals]) -> None:
         """Say what will be read next, in this order, so that it can come from a device while the last is worked on."""
@@ -41,6 +35,29 @@ class LocalModel(Protocol):
         Returns:
             The weights; not to be written to, and if they were expected, not to be used after the next read.
         """
+
+    def views(self, intervals: Intervals) -> Sequence[tuple[int, Tensor]] | None:
+        """The weights in their own memory, to read and to write.
+
+        Args:
+            intervals: some of the held elements.
+
+        Returns:
+            For each stretch its place within the intervals, and its weights, flat; None unless all of them are
+            contiguous float32 on the CPU.
+        """
+
+
+class LocalModel(Readable, Protocol):
+    """The weights of the elements that a rank holds."""
+
+    @property
+    def held(self) -> Intervals:
+        """The elements that can be read and written."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether weights are float32; otherwise `write` rounds, and `round_` tells to what."""
 
     @property
     def device(self) -> torch.device:
@@ -57,17 +74,6 @@ class LocalModel(Protocol):
 
     def add_segment(self, segment: Segment, mode: int, *, share: float = 1.0) -> None:
         """Add (`fixed.ADD`) or subtract (`fixed.SUBTRACT`) a share of what a segment decodes to, where it is held."""
-
-    def views(self, intervals: Intervals) -> Sequence[tuple[int, Tensor]] | None:
-        """The weights in their own memory, to read and to write.
-
-        Args:
-            intervals: some of the held elements.
-
-        Returns:
-            For each stretch its place within the intervals, and its weights, flat; None unless all of them are
-            contiguous float32 on the CPU.
-        """
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
         """Round float32 values in place to what the weights of these elements can hold."""
@@ -177,16 +183,21 @@ def scatter(vector: Tensor, held: Intervals, intervals: Intervals, values: Tenso
 
 
 class Scratch:
-    """Vectors that are used again and again for one piece at a time, by name. They grow to the largest piece."""
+    """Vectors that are used again and again for one piece at a time, by name. They grow to the largest piece.
 
-    def __init__(self) -> None:
+    Args:
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device = _HOST) -> None:
+        self.device = device
         self._vectors: dict[str, Tensor] = {}
 
     def of(self, name: str, numel: int) -> Tensor:
         """Memory for `numel` elements, with whatever was in it."""
         found = self._vectors.get(name)
         if found is None or found.numel() < numel:
-            found = self._vectors[name] = torch.empty(numel)
+            found = self._vectors[name] = torch.empty(numel, device=self.device)
         return found[:numel]
 
     def gather(self, name: str, vector: Tensor, held: Intervals, intervals: Intervals) -> Tensor:

@@ -39,7 +39,7 @@ class Residual:
         codec: the usual codec; its own error feedback is removed, because the residual is that.
         key: the key of the codec's random stream.
         keep_loss: whether what the codec loses stays in the residual.
-        scratch: memory for one piece at a time.
+        scratch: memory for one piece at a time; the residual is on the same device.
     """
 
     def __init__(self, held: Intervals, codec: Codec, key: int, *, keep_loss: bool, scratch: Scratch) -> None:
@@ -54,7 +54,7 @@ class Residual:
     def whole(self) -> Tensor:
         """The vector, made now if nothing has stayed behind yet."""
         if self.vector is None:
-            self.vector = torch.zeros(self.held.numel)
+            self.vector = torch.zeros(self.held.numel, device=self._scratch.device)
         return self.vector
 
     def of(self, intervals: Intervals) -> Tensor | None:
@@ -119,7 +119,7 @@ class Residual:
         """Encode residual + fresh update; None says that the residual has it already."""
         codec = self._codec if replacement is None else _without_error_feedback(replacement)
         known, state = (None, {}) if replacement is not None else self._states.pop(piece.start, (None, {}))
-        x = torch.zeros(piece.numel) if fresh is None else fresh
+        x = torch.zeros(piece.numel, device=self._scratch.device) if fresh is None else fresh
         x = x.view(piece.shape)
         if known != piece:
             state = codec.init(x)

@@ -21,11 +21,12 @@ from weightgrad import codecs
 from weightgrad.codecs import Codec
 from weightgrad.core import pieces
 from weightgrad.core.layout import Layout
-from weightgrad.core.local_model import LocalModel, Scratch
+from weightgrad.core.local_model import LocalModel, Readable, Scratch
 from weightgrad.core.pieces import Piece
 from weightgrad.core.residual import Look, Residual
 from weightgrad.core.resume import Resume
 from weightgrad.core.selectors import All, Selector, View
+from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.core.step_update import StepUpdate
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.wire.intervals import Intervals
@@ -120,18 +121,30 @@ class SiteShard(ABC):
         local: the weights that the rank trains on.
         plan: the parts of the strategy that work on them.
         key: the key of the random stream of the site's pushes.
+        memory: where the vectors are; None: in memory of the host.
     """
 
-    def __init__(self, site: str, layout: Layout, local: LocalModel, plan: ShardPlan, key: int) -> None:
+    def __init__(
+        self,
+        site: str,
+        layout: Layout,
+        local: LocalModel,
+        plan: ShardPlan,
+        key: int,
+        memory: StateMemory | None = None,
+    ) -> None:
         self.site = site
         self.layout = layout
         self.held = local.held
         self.local = local
         self.plan = plan
         self.in_flight: dict[int, tuple[Segment, ...]] = {}  # encoded pushes without a result, by round, oldest first
+        self.memory: StateMemory = HostMemory() if memory is None else memory
+        self._here: dict[int, tuple[tuple[Segment, ...], tuple[Segment, ...]]] = {}  # those, and the same on a device
+        self._reads: Readable = local  # the weights of which a push is made
         self.served: tuple[Intervals, ...] = (Intervals.whole(layout.numel),)
         """What each process of the global server serves: no piece of a push is for two of them."""
-        self.scratch = Scratch()
+        self.scratch = Scratch(self.memory.device)
         self.residual = Residual(self.held, plan.up, key, keep_loss=plan.keep_loss, scratch=self.scratch)
         needs = plan.selector.needs_step
         self.step_update = (
@@ -148,7 +161,7 @@ class SiteShard(ABC):
         """Keep what the last step made, where no push takes it; nothing to do where the local model has it."""
         if gradient is not None:
             kept = pieces.cut(self.held, self.layout, per_tensor=self.plan.per_tensor)
-            gradient.expect([piece.intervals for piece in kept])
+            self._expect(gradient, kept)
             for piece in kept:
                 self.residual.put(piece, gradient.read(piece.intervals, self.scratch.of("fresh", piece.numel)))
 
@@ -173,23 +186,59 @@ class SiteShard(ABC):
         """
         return tuple(self.stream_push(order, gradient))
 
-    def stream_push(self, order: PushOrder, gradient: LocalModel | None = None) -> Iterator[Segment]:
-        """Encode a push piece by piece, so that one can be sent while the next is encoded; see `push`.
-
-        The push is in flight, and the residual complete, when all segments have been taken.
-        """
-        selector: Selector = All() if order.final else self.plan.selector
-        flush = self.plan.flush if order.final and order.flush else None
-        codec = flush if order.final else None if order.codec is None else codecs.parse(order.codec)
-        chosen = tuple(
+    def chosen(self, order: PushOrder) -> tuple[Piece, ...]:
+        """The pieces that a push is about, by what the server's processes serve and in ascending order."""
+        return tuple(
             piece
             for served in self.served
-            for piece in selector.pieces(
+            for piece in self._selector(order).pieces(
                 self.held & served, self.layout, per_tensor=self.plan.per_tensor, fragment=order.fragment
             )
         )
-        found: list[Segment] = []
-        self._values(gradient).expect([piece.intervals for piece in chosen])
+
+    def _selector(self, order: PushOrder) -> Selector:
+        return All() if order.final else self.plan.selector
+
+    def stream_push(
+        self, order: PushOrder, gradient: LocalModel | None = None, weights: Readable | None = None
+    ) -> Iterator[Segment]:
+        """Encode a push piece by piece, so that one can be sent while the next is encoded; see `push`.
+
+        The push is in flight, and the residual complete, when all segments have been taken.
+
+        Args:
+            order: what to push.
+            gradient: the gradient of the step, where gradients are shared.
+            weights: what is pushed; None: the local model. The weights of an earlier moment may be, if the push does
+                not move the local model and nothing compares it with the last step.
+        """
+        selector, chosen = self._selector(order), self.chosen(order)
+        flush = self.plan.flush if order.final and order.flush else None
+        codec = flush if order.final else None if order.codec is None else codecs.parse(order.codec)
+        self._reads = self.local if weights is None else weights
+        found: list[tuple[Segment, Segment]] = []
+        self._expect(self._reads if gradient is None else gradient, chosen)
+        for both in self.memory.leave(self._encoded(order, chosen, selector, codec, gradient)):
+            found.append(both)
+            yield both[1]
+        if gradient is not None:
+            self._keep_rest(chosen, gradient)
+        sent = self.in_flight[order.round] = tuple(one for _, one in found)
+        if self._apart:
+            self._here[order.round] = sent, tuple(one for one, _ in found)
+        self._pushed(order, chosen)
+        self._reads = self.local
+
+    def _encoded(
+        self,
+        order: PushOrder,
+        chosen: tuple[Piece, ...],
+        selector: Selector,
+        codec: Codec | None,
+        gradient: LocalModel | None,
+    ) -> Iterator[Segment]:
+        """The segments of a push, with their bytes where the vectors are."""
+        flush = codec if order.final else None
         for piece in chosen:
             fresh = self._fresh(piece, gradient)
             if order.final and flush is None:
@@ -201,16 +250,26 @@ class SiteShard(ABC):
                 if rest is not None:
                     self.residual.put(piece, rest)
                 if segment is not None:
-                    found.append(segment)
                     yield segment
-        if gradient is not None:
-            self._keep_rest(chosen, gradient)
-        self.in_flight[order.round] = tuple(found)
-        self._pushed(order, chosen)
 
-    def _values(self, gradient: LocalModel | None) -> LocalModel:
-        """What a push reads."""
-        return self.local if gradient is None else gradient
+    def _expect(self, values: Readable, chosen: tuple[Piece, ...]) -> None:
+        """Let what is read next come to the host meanwhile, if the vectors are there."""
+        if not self._apart:
+            values.expect([piece.intervals for piece in chosen])
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the vectors are not in memory of the host."""
+        return self.memory.device.type != "cpu"
+
+    def in_flight_here(self, round_: int) -> tuple[Segment, ...]:
+        """A push in flight, with its bytes where the vectors are."""
+        sent = self.in_flight[round_]
+        if not self._apart:
+            return sent
+        if round_ not in self._here or self._here[round_][0] is not sent:  # of a checkpoint, or released
+            self._here[round_] = sent, self.memory.arrive(sent)
+        return self._here[round_][1]
 
     def _anything(self, piece: Piece, fresh: Tensor) -> bool:
         """Whether a piece has anything to push; a last push leaves out what has not."""
@@ -256,7 +315,12 @@ class SiteShard(ABC):
 
     def remove_through(self, round_: int) -> list[tuple[Segment, ...]]:
         """Forget the pushes up to and including this round, and return them: they are in the global model."""
-        return [self.in_flight.pop(number) for number in list(self.in_flight) if number <= round_]
+        removed = [number for number in self.in_flight if number <= round_]
+        found = [self.in_flight_here(number) for number in removed]
+        for number in removed:
+            del self.in_flight[number]
+        self._here = {number: both for number, both in self._here.items() if number in self.in_flight}
+        return found
 
     def release(self, through: int) -> None:
         """Free the memory of pushes that are in the global model, as far as their results do without them.
@@ -269,10 +333,13 @@ class SiteShard(ABC):
     def filled_in(self, result: RoundResult) -> RoundResult:
         """Put the site's own pushes into a relayed result, from which the server leaves them out."""
         relayed = [
-            replace(push, segments=self.in_flight.get(push.round)) if push.segments is None else push
+            replace(push, segments=self._own_push(push.round)) if push.segments is None else push
             for push in result.relayed
         ]
         return replace(result, relayed=tuple(relayed))
+
+    def _own_push(self, round_: int) -> tuple[Segment, ...] | None:
+        return self.in_flight.get(round_)
 
     # -- downloads -----------------------------------------------------------------------------
 

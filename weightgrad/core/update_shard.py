@@ -24,6 +24,7 @@ from weightgrad.core.local_model import LocalModel, add_into, gather, scatter
 from weightgrad.core.pieces import Piece
 from weightgrad.core.segment_index import SegmentIndex
 from weightgrad.core.site_shard import ApplyOrder, LoadOrder, PushOrder, ShardPlan, SiteShard
+from weightgrad.core.state_memory import StateMemory, result_in
 from weightgrad.kernels import dense, fixed
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
@@ -37,9 +38,17 @@ class UpdateShard(SiteShard):
     encoded.
     """
 
-    def __init__(self, site: str, layout: Layout, local: LocalModel, plan: ShardPlan, key: int) -> None:
-        super().__init__(site, layout, local, plan, key)
-        self.global_model = torch.empty(self.held.numel)
+    def __init__(
+        self,
+        site: str,
+        layout: Layout,
+        local: LocalModel,
+        plan: ShardPlan,
+        key: int,
+        memory: StateMemory | None = None,
+    ) -> None:
+        super().__init__(site, layout, local, plan, key, memory)
+        self.global_model = torch.empty(self.held.numel, device=self.memory.device)
         for piece in self._pieces(self.held):
             own = local.read(piece.intervals, self.scratch.of("local", piece.numel))
             scatter(self.global_model, self.held, piece.intervals, own)
@@ -98,19 +107,19 @@ class UpdateShard(SiteShard):
 
     def _index_of(self, round_: int) -> SegmentIndex:
         """The index of a push in flight, made when it is first asked for."""
-        found = self._indices.get(round_)
-        if found is None or found.segments is not self.in_flight[round_]:
+        found, segments = self._indices.get(round_), self.in_flight_here(round_)
+        if found is None or found.segments is not segments:
             self._indices = {one: index for one, index in self._indices.items() if one in self.in_flight}
-            found = self._indices[round_] = SegmentIndex(self.in_flight[round_])
+            found = self._indices[round_] = SegmentIndex(segments)
         return found
 
     def _fresh(self, piece: Piece, gradient: LocalModel | None) -> Tensor:
         del gradient
         out = self.scratch.of("fresh", piece.numel)
-        views = self.local.views(piece.intervals)
+        views = self._reads.views(piece.intervals)
         if views is None:
             self.reference(piece.intervals, out)
-            local = self.local.read(piece.intervals, self.scratch.of("local", piece.numel))
+            local = self._reads.read(piece.intervals, self.scratch.of("local", piece.numel))
             return torch.sub(local, out, out=out)
         if self.anchor is None and not self._in_flight_in(piece.intervals):
             weights, (residual, share) = self._weights(piece.intervals), self._residual_share(piece.intervals)
@@ -125,7 +134,7 @@ class UpdateShard(SiteShard):
 
     def fresh_update(self) -> Tensor:
         """What the local steps did since the last push, for all held elements; a new vector, for tests and audits."""
-        found = torch.zeros(self.held.numel)
+        found = torch.zeros(self.held.numel, device=self.memory.device)
         for piece in self._pieces(self.held - self._waiting):
             scatter(found, self.held, piece.intervals, self._fresh(piece, None))
         return found
@@ -154,7 +163,7 @@ class UpdateShard(SiteShard):
     def _pushed(self, order: PushOrder, chosen: tuple[Piece, ...]) -> None:
         if self.anchor is not None:
             for piece in chosen:  # all that is in the local model now counts as pushed
-                own = self.local.read(piece.intervals, self.scratch.of("local", piece.numel))
+                own = self._reads.read(piece.intervals, self.scratch.of("local", piece.numel))
                 scatter(self.anchor, self.held, piece.intervals, own)
         elif order.places:
             self._in_flight_share = order.in_flight_share
@@ -172,7 +181,7 @@ class UpdateShard(SiteShard):
 
     def apply(self, order: ApplyOrder, result: RoundResult) -> None:
         """Move the global model and the local model by a result; the fresh update stays in the local model."""
-        result = self.filled_in(result)
+        result = result_in(self.memory, self.filled_in(result))
         self._own()
         if self.anchor is not None:
             self._apply_mixed(order, result)
@@ -188,6 +197,9 @@ class UpdateShard(SiteShard):
             self._waiting = Intervals(())
         if self.step_update is not None:
             self.step_update.moved(self.local)
+
+    def _own_push(self, round_: int) -> tuple[Segment, ...] | None:
+        return self.in_flight_here(round_) if round_ in self.in_flight else None
 
     def _own(self) -> None:
         """Have memory of its own for the global model, which is about to move."""
@@ -267,12 +279,13 @@ class UpdateShard(SiteShard):
         """Store weights of the new global model."""
         if name == WEIGHTS:
             assert self._not_loaded is not None
-            segment.into(self.global_model, fixed.STORE, self.held)
+            for here in self.memory.arrive((segment,)):
+                here.into(self.global_model, fixed.STORE, self.held)
             self._not_loaded = self._not_loaded - segment.intervals
 
     def load_result(self, result: RoundResult) -> None:
         """Move the new global model, as far as it is there."""
-        self._move_global_model(self.filled_in(result))
+        self._move_global_model(result_in(self.memory, self.filled_in(result)))
 
     def end_load(self, order: LoadOrder, scalars: Mapping[str, Tensor]) -> None:
         """Put the local model beside the new global model.
@@ -287,8 +300,8 @@ class UpdateShard(SiteShard):
         self._in_flight_share = order.in_flight_share
         if self.anchor is not None:
             self.anchor.copy_(self.global_model)
-            for segments in self.in_flight.values():
-                add_into(self.anchor, segments, self.held)
+            for round_ in self.in_flight:
+                add_into(self.anchor, self.in_flight_here(round_), self.held)
             for piece in self._pieces(self.held):
                 own = self.scratch.gather("anchor", self.anchor, self.held, piece.intervals)
                 scatter(self.anchor, self.held, piece.intervals, self.local.round_(own, piece.intervals))

@@ -29,6 +29,8 @@ FLAGS = (
     "-Wextra",
 )
 AVX2_FLAGS = ("-mavx2", "-mf16c")
+AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_UNIT_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS}
 X86 = ("x86_64", "AMD64", "amd64")
 
 
@@ -43,7 +45,7 @@ def library_name() -> str:
 
 def source_hash() -> str:
     """Hash what would be compiled: sources, flags and machine."""
-    digest = hashlib.sha256(repr((FLAGS, AVX2_FLAGS, platform.machine(), sys.platform)).encode())
+    digest = hashlib.sha256(repr((FLAGS, _UNIT_FLAGS, platform.machine(), sys.platform)).encode())
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
@@ -83,7 +85,7 @@ def compile_library(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
 
         def compile_unit(source: Path) -> str:
-            extra = AVX2_FLAGS if on_x86 and source.stem.endswith("_avx2") else ()
+            extra = _UNIT_FLAGS.get(source.stem.rpartition("_")[2], ()) if on_x86 else ()
             unit = str(Path(folder) / f"{source.stem}.o")
             _run([compiler, *FLAGS, *extra, "-c", str(source), "-o", unit])
             return unit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weightgrad.kernels import native
+from weightgrad.kernels import fixed, native
 from weightgrad.kernels.bits import pack_reference
 
 MAX_BUCKET = 16384  # at most 15 bits a level: a length fits in sixteen bits
@@ -24,10 +24,10 @@ def elias(codes: Tensor, bucket: int, levels: int) -> tuple[Tensor, Tensor]:
     if lib is None:
         return _elias_reference(codes, bucket, levels)
     worst = 2 * n + 8 * (-(-n // bucket))
-    out = torch.empty(worst, dtype=torch.uint8)
+    out = fixed.scratch("elias", codes.new_empty(1).expand(worst))
     lengths = torch.empty(-(-n // bucket), dtype=torch.int16)
     size = lib.wg_elias(codes.data_ptr(), n, bucket, levels, out.data_ptr(), lengths.data_ptr())
-    return out[:size], lengths.to(torch.int32) & 0xFFFF
+    return out[:size].clone(), lengths.to(torch.int32) & 0xFFFF
 
 
 def elias_decode(stream: Tensor, lengths: Tensor, n: int, bucket: int, levels: int) -> Tensor | None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from weightgrad.errors import NativeError
 from weightgrad.kernels import build
 
-BACKENDS = ("native", "portable", "reference")
+BACKENDS = ("native", "avx2", "portable", "reference")
+_ISAS = ("portable", "avx2", "avx512")  # by what wg_isa() says
 INTERPRETED = "triton"  # the kernels for GPUs on tensors of the CPU, where Triton interprets them: for tests
 
 
@@ -33,7 +34,7 @@ class NativeStatus:
     """Which kernels are in use, and why."""
 
     backend: str  # "native" or "reference"; "triton" if it is forced
-    isa: str  # "avx2", "portable" or "torch"
+    isa: str  # "avx512", "avx2", "portable" or "torch"
     origin: str  # "wheel", "cache" or "none"
     reason: str
 
@@ -197,7 +198,7 @@ def _find() -> tuple[ctypes.CDLL | None, NativeStatus]:
     except (build.BuildError, NativeError, OSError, AttributeError) as error:
         first = str(error).splitlines()[0]
         return None, NativeStatus("reference", "torch", "none", f"no native library: {first}")
-    isa = "avx2" if library.wg_isa() else "portable"
+    isa = _ISAS[library.wg_isa()]
     return library, NativeStatus("native", isa, origin, reason)
 
 
@@ -223,7 +224,12 @@ def status() -> NativeStatus:
         return found
     if _forced in ("reference", INTERPRETED):
         return NativeStatus(_forced, "torch" if _forced == "reference" else "interpreted", found.origin, "forced")
-    return NativeStatus("native", "avx2" if library.wg_isa() else "portable", found.origin, "forced")
+    return NativeStatus("native", _ISAS[library.wg_isa()], found.origin, "forced")
+
+
+def _isa_of(backend: str | None) -> int:
+    """What a backend allows, for wg_force_isa; -1 is all that there is."""
+    return _ISAS.index(backend) if backend in _ISAS else -1
 
 
 @contextlib.contextmanager
@@ -231,8 +237,9 @@ def use(backend: str) -> Iterator[None]:
     """Force a backend for the whole process while the block runs, for tests and benchmarks.
 
     Args:
-        backend: One of BACKENDS: "native", "portable" (native without AVX2) or "reference" (torch). Or "triton": the
-            kernels for GPUs, interpreted in Python, if TRITON_INTERPRET=1 was set when this process began.
+        backend: One of BACKENDS: "native", "avx2" (native without AVX-512), "portable" (without AVX2, too) or
+            "reference" (torch). Or "triton": the kernels for GPUs, interpreted in Python, if TRITON_INTERPRET=1 was set
+            when this process began.
 
     Raises:
         NativeError: The name is unknown, or there is no native library here.
@@ -243,18 +250,18 @@ def use(backend: str) -> Iterator[None]:
     if backend == INTERPRETED and os.environ.get("TRITON_INTERPRET") != "1":
         raise NativeError("backend 'triton' works on CPU tensors only if TRITON_INTERPRET=1 is set before the start")
     library, found = _library()
-    if backend in ("native", "portable") and library is None:
+    if backend in ("native", *_ISAS) and library is None:
         raise NativeError(f"backend {backend!r} is not available here: {found.reason}")
     before = _forced
     _forced = backend
     if library is not None:
-        library.wg_force_isa(0 if backend == "portable" else -1)
+        library.wg_force_isa(_isa_of(backend))
     try:
         yield
     finally:
         _forced = before
         if library is not None:
-            library.wg_force_isa(0 if before == "portable" else -1)
+            library.wg_force_isa(_isa_of(before))
 
 
 def library_for(tensor: Tensor) -> ctypes.CDLL | None:

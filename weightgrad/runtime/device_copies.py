@@ -90,14 +90,18 @@ def _in_rooms(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[tup
 
 
 class Download:
-    """A copy of some tensors of the device to the host, which may be on its way."""
+    """A copy of some tensors of the device to the host, which may be on its way.
 
-    def __init__(self, room: _Room, parts: list[Tensor]) -> None:
-        self._room, self._parts = room, parts
+    It keeps the tensors: memory that is given back is used again by the stream that it is of, beside the copy.
+    """
+
+    def __init__(self, room: _Room, parts: list[Tensor], sources: Sequence[Tensor]) -> None:
+        self._room, self._parts, self._sources = room, parts, sources
 
     def wait(self) -> list[Tensor]:
         """The values, each in its own dtype, in memory that the download after the next one uses again."""
         self._room.wait()
+        self._sources = ()
         return self._parts
 
 
@@ -123,7 +127,15 @@ class DeviceCopies:
 
     def rooms(self) -> list[_Room]:
         """Two rooms for downloads of one reader."""
-        return [_Room(self._device), _Room(self._device)]
+        return [self.room(), self.room()]
+
+    def room(self) -> _Room:
+        """A room for downloads."""
+        return _Room(self._device)
+
+    def hold(self) -> None:
+        """Let what the user's stream is given from now on wait for all copies so far."""
+        self._applied()
 
     def download(self, sources: Sequence[Tensor], rooms: list[_Room]) -> Download:
         """Start to copy flat tensors of the device to the host, into the rooms of a reader by turns."""
@@ -133,7 +145,7 @@ class DeviceCopies:
             for part, source in zip(parts, sources, strict=True):
                 part.copy_(source, non_blocking=self._stream is not None)
             self._mark(room)
-        return Download(room, parts)
+        return Download(room, parts, sources)
 
     def read(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy flat tensors of the device into memory of the host, and wait for it."""
@@ -176,8 +188,14 @@ class DeviceCopies:
             target.index_add_(0, where, what.to(target.dtype))
         self._applied()
 
+    def upload(self, value: Tensor) -> Tensor:
+        """A copy of a flat tensor of the host on the device, for the user's stream."""
+        arrived = torch.empty(value.shape, dtype=value.dtype, device=self._device)  # of the user's stream, as its uses
+        self.store([arrived], [value])
+        return arrived
+
     def _uploaded(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on the device, made on the own stream."""
+        """Copies on the device, made on the own stream, for work on it."""
         room = self._next(self._writing)
         parts = room.of(values)
         for part, value in zip(parts, values, strict=True):
@@ -211,6 +229,6 @@ class DeviceCopies:
             room.used_until(self._stream.record_event())
 
     def _applied(self) -> None:
-        """Weights were written: what the user's stream is given from now on sees them."""
+        """Weights were written, or read: what the user's stream is given from now on comes after that."""
         if self._stream is not None:
             self._module.current_stream(self._device).wait_stream(self._stream)

@@ -86,7 +86,7 @@ def trainable(module: nn.Module, *, frozen: bool = False) -> list[NamedParameter
         frozen: Whether those that are frozen now take part, too.
 
     Raises:
-        StrategyError: There is none, or one that is not dense and floating-point.
+        StrategyError: There is none, or one that is not dense and floating-point, or of 8 bits.
     """
     found = [NamedParameter(plain_name(name), p) for name, p in module.named_parameters() if frozen or p.requires_grad]
     if not found:
@@ -95,6 +95,11 @@ def trainable(module: nn.Module, *, frozen: bool = False) -> list[NamedParameter
         if not one.parameter.is_floating_point() or one.parameter.is_sparse:
             raise StrategyError(
                 f"{one.name} is {one.parameter.dtype}; only dense floating-point parameters can be shared"
+            )
+        if one.parameter.dtype.itemsize == 1:
+            raise StrategyError(
+                f"{one.name} is {one.parameter.dtype}, in which updates would be lost and optimizers cannot step; keep "
+                "parameters in bfloat16 or float32, and let the layers cast them"
             )
     return found
 
@@ -217,10 +222,15 @@ class ModuleWeights:
             parts = [self._part(stretch) for stretch in self._stretches(intervals)]
             found = [part for part in parts if part is not None]
             if found and len(found) == len(parts) and {part.device for part in found} == {self.device}:
-                copies = self._copies_of(self.device)
+                copies = self.copies_of(self.device)
                 self._rooms = copies.rooms() if self._rooms is None else self._rooms
                 self._coming = (intervals, copies.download(found, self._rooms))
                 return
+
+    def parts(self, intervals: Intervals) -> list[Tensor]:
+        """The parts of the parameters that some intervals consist of, where they are and in their dtypes."""
+        found = [self._part(stretch) for stretch in self._stretches(intervals)]
+        return [part for part in found if part is not None]
 
     def _forget(self) -> None:
         """Expect nothing more; what is on its way is waited for, since parameters may change from now on."""
@@ -229,7 +239,8 @@ class ModuleWeights:
             self._coming[1].wait()
             self._coming = None
 
-    def _copies_of(self, device: torch.device) -> DeviceCopies:
+    def copies_of(self, device: torch.device) -> DeviceCopies:
+        """How values cross between a device and the host."""
         if device not in self.copies:
             self.copies[device] = DeviceCopies(device)
         return self.copies[device]
@@ -237,15 +248,15 @@ class ModuleWeights:
     def read(self, intervals: Intervals, out: Tensor) -> Tensor:
         """The weights.
 
-        A view if they are float32 in one parameter on the CPU; if they were expected, memory that the read after the
-        next one uses again; else copies in `out`, which may be on the device of the parameters.
+        A view if they are float32 in one parameter where `out` is; if they were expected, memory that the read after
+        the next one uses again; else copies in `out`, which may be on the device of the parameters.
         """
         stretches = self._stretches(intervals)
         if self._coming is not None and self._coming[0] == intervals:
             return self._arrived(stretches, out)
         if len(stretches) == 1 and stretches[0].size == intervals.numel:
             own = self._part(stretches[0])
-            if own is not None and own.dtype == torch.float32 and own.device.type == "cpu":
+            if own is not None and own.dtype == torch.float32 and own.device == out.device:
                 return own
         out = out[: intervals.numel]
         crossing: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
@@ -261,7 +272,7 @@ class ModuleWeights:
                 sources.append(own)
                 targets.append(target)
         for device, (sources, targets) in crossing.items():
-            self._copies_of(device).read(sources, targets)
+            self.copies_of(device).read(sources, targets)
         return out
 
     def _arrived(self, stretches: tuple[Stretch, ...], out: Tensor) -> Tensor:
@@ -313,7 +324,7 @@ class ModuleWeights:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source) if target.data_ptr() != source.data_ptr() else None
             else:
-                self._copies_of(device).store(targets, sources)
+                self.copies_of(device).store(targets, sources)
         self._put_back()
 
     @torch.no_grad()
@@ -325,7 +336,7 @@ class ModuleWeights:
                 for target, source in zip(targets, sources, strict=True):
                     target += source
             else:
-                self._copies_of(device).add(targets, sources)
+                self.copies_of(device).add(targets, sources)
         self._put_back()
 
     def _pairs(self, intervals: Intervals, values: Tensor) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
@@ -346,7 +357,7 @@ class ModuleWeights:
         self._forget()
         if segment.payload.codec != "sparse":
             here = segment.intervals & self.available
-            decoded = torch.zeros(here.numel)
+            decoded = torch.zeros(here.numel, device=segment.payload.body.device)
             segment.into(decoded, mode, here, share=share)
             self.add(here, decoded)
             return
@@ -356,19 +367,19 @@ class ModuleWeights:
         if mode == fixed.SUBTRACT:
             values.neg_()
         stretches = self._stretches(segment.intervals)
-        bounds = torch.searchsorted(indices, self._bounds(stretches)).tolist()
+        bounds = _below(indices, self._bounds(stretches), segment.payload.numel)
         for stretch, first, last in zip(stretches, bounds[::2], bounds[1::2], strict=True):
             own = self._part(stretch)
             if own is None or last == first:
                 continue
             self._written.append((stretch, own))
-            if own.device.type != "cpu":
-                places = indices[first:last] - stretch.offset
-                self._copies_of(own.device).add_entries(own, places, values[first:last])
-            elif own.dtype == torch.float32:
-                select.scatter(indices[first:last], values[first:last], own, fixed.ADD, first=stretch.offset)
+            places = indices[first:last]
+            if own.device != places.device:
+                self.copies_of(own.device).add_entries(own, places - stretch.offset, values[first:last])
+            elif own.dtype == torch.float32 and own.device.type == "cpu":
+                select.scatter(places, values[first:last], own, fixed.ADD, first=stretch.offset)
             else:
-                own.index_add_(0, indices[first:last] - stretch.offset, values[first:last].to(own.dtype))
+                own.index_add_(0, places - stretch.offset, values[first:last].to(own.dtype))
         self._put_back()
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
@@ -431,6 +442,14 @@ class ModuleWeights:
 def _bounds(stretches: tuple[Stretch, ...]) -> Tensor:
     """Where each stretch begins and ends within its intervals."""
     return torch.tensor([at for one in stretches for at in (one.offset, one.offset + one.size)], dtype=torch.int64)
+
+
+def _below(indices: Tensor, edges: Tensor, numel: int) -> list[int]:
+    """How many of some ascending indices below `numel` are below each edge; asks a device only if it must."""
+    if edges.tolist() == [0, numel]:
+        return [0, indices.numel()]
+    found: list[int] = torch.searchsorted(indices, edges.to(indices.device)).cpu().tolist()
+    return found
 
 
 def gradients_of(weights: ModuleWeights, layout: Layout) -> ModuleWeights:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from weightgrad.core.global_model import digest_of
@@ -23,6 +24,7 @@ from weightgrad.errors import RefusedError
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime.admission import AdmissionReply
 from weightgrad.runtime.ahead_replica import AheadReplica
+from weightgrad.runtime.background_push import BackgroundPush
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
@@ -46,6 +48,7 @@ from weightgrad.runtime.site_orders import (
 )
 from weightgrad.runtime.trained_model import TrainedModel
 from weightgrad.runtime.user_replica import UserReplica
+from weightgrad.runtime.weights_snapshot import WeightsSnapshot
 from weightgrad.wire.messages import RoundResult
 
 _SMALL_NUMEL = 1 << 22  # below it memory for pieces is kept between rounds: its page faults take longer than its use
@@ -100,12 +103,17 @@ class RankWork:
         self.replica: UserReplica | AheadReplica | None = None
         self.shard = self._make_shard(derive(reply.seed, RunStream.SITE_STATE, reply.number))
         self.shard.served = reply.served
+        self._background = BackgroundPush()
+        beside = not plan.shares_gradients and not rank_step.releases_weights and self.shard.step_update is None
+        on_host = model.memory.device.type == "cpu"
+        possible = beside and on_host and WeightsSnapshot.possible(model.weights)
+        self._snapshot = WeightsSnapshot(model.weights) if possible else None
 
     def _make_shard(self, key: int) -> SiteShard:
         model = self._model
         if not self._plan.shares_gradients:
             model.weights.begin()
-            shard = UpdateShard(self._name, model.layout, model.weights, self._plan.for_shard, key)
+            shard = UpdateShard(self._name, model.layout, model.weights, self._plan.for_shard, key, model.memory)
             model.weights.end(changed=False)
             return shard
         replica = UserReplica(
@@ -116,11 +124,13 @@ class RankWork:
             self.share,
             self._step_now,
             model.announced.numbers,
+            model.memory,
         )
         self.replica = replica
         if self._plan.resume.ahead:
             self.replica = AheadReplica(replica, lambda: self.shard.in_flight, lambda: model.announced.rate)
-        return GradientShard(self._name, model.layout, model.weights, self._plan.for_shard, key, self.replica)
+        plan = self._plan.for_shard
+        return GradientShard(self._name, model.layout, model.weights, plan, key, self.replica, model.memory)
 
     def _step_now(self) -> None:
         """Take an optimizer step that the user has not asked for."""
@@ -150,6 +160,7 @@ class RankWork:
 
     def begin_round(self) -> None:
         """Orders follow."""
+        self.finish_push()
         self.moved = self._redistributed = False
 
     def _work(self) -> None:
@@ -170,17 +181,54 @@ class RankWork:
             if self._plan.shares_gradients:
                 self._rank_step.gradients.end(changed=True)
             self._redistributed = False
-            if self.shard.held.numel > _SMALL_NUMEL:
-                self.shard.scratch.clear()
+            self._clear_scratch()
         if self.moved:
             self.buffers.average()
+        self._background.start()
+
+    def _clear_scratch(self) -> None:
+        if self.shard.held.numel > _SMALL_NUMEL and not self._background.pending:
+            self.shard.scratch.clear()
+
+    # -- pushes beside the training --------------------------------------------------------------
+
+    @property
+    def pushing(self) -> bool:
+        """Whether a push is being encoded, or waits for the end of the round to be."""
+        return self._background.pending
+
+    def finish_push(self) -> None:
+        """Wait until the last push is encoded and queued; raises what went wrong with it."""
+        if self._background.pending:
+            self._background.finish()
+            self._clear_scratch()
+
+    def before_step(self) -> None:
+        """The optimizer is about to write to the parameters."""
+        if self._snapshot is not None:
+            self._snapshot.before_writing()
+
+    def _push(self, order: PushOrder) -> None:
+        """Encode a push and queue it: now, or if nothing waits for it, beside the next passes."""
+        snapshot = self._snapshot
+        if snapshot is None or order.final or order.places or order.waits:
+            gradient = self._rank_step.gradients if self._plan.shares_gradients and not order.final else None
+            self._connection.send_push(order.round, self.shard.stream_push(order, gradient))
+            return
+        snapshot.take([piece.intervals for piece in self.shard.chosen(order)])
+
+        @torch.no_grad()
+        def encode() -> None:
+            self._connection.send_push(order.round, self.shard.stream_push(order, weights=snapshot))
+
+        self._background.leave(encode)
 
     def do(self, order: SiteOrder) -> None:
         """Do what rank 0 has decided."""
+        self.finish_push()
         if isinstance(order, PushOrder):
             self._work()
-            gradient = self._rank_step.gradients if self._plan.shares_gradients and not order.final else None
-            self._connection.send_push(order.round, self.shard.stream_push(order, gradient))
+            self._push(order)
             self.moved |= order.places
         elif isinstance(order, PushNothing):
             self.shard.in_flight[order.round] = ()
@@ -220,8 +268,9 @@ class RankWork:
 
     def digest(self) -> str:
         """The digest of the site's global model; called on every rank."""
+        self.finish_push()
         if isinstance(self.shard, UpdateShard):
-            own = digest_of(self.shard.global_model, self.shard.held)
+            own = digest_of(self.shard.global_model.cpu(), self.shard.held)
         else:
             own = self._model.digest()
         return f"{self._group.whole_sum(own):016x}"

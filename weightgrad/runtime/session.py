@@ -30,6 +30,7 @@ from weightgrad.local.serving import serving
 from weightgrad.runtime import frozen_parameters
 from weightgrad.runtime.admission import APART, in_order
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
+from weightgrad.runtime.device_state import check_place, memory_for
 from weightgrad.runtime.entry import Entry
 from weightgrad.runtime.frozen_parameters import FrozenParameters
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
@@ -160,6 +161,7 @@ class Site:
         buffers: str = "shared",
         frozen: str = "same",
         stages: bool = False,
+        state_on: str = "host",
         **changes: Any,
     ) -> tuple[Model, UserOptimizer]:
         """Enter the run with a model and its optimizer; called on every rank. Returns when the site may train.
@@ -183,6 +185,9 @@ class Site:
             stages: The model is cut by layers, so that every rank has parameters of its own
                 (torch.distributed.pipelining). The ranks must keep the names that the parameters have in the whole
                 model.
+            state_on: Where this site keeps its global model and its residual, and encodes: "host", or "device", which
+                is where the parameters are. The bits are the same. On an accelerator "device" takes 8 bytes of its
+                memory a parameter, and only encoded bytes cross to the host; a few strategies are refused there.
             **changes: Parts of the strategy that differ from its preset, as at the server.
 
         Returns:
@@ -205,6 +210,7 @@ class Site:
             raise StrategyError(f'buffers = {buffers!r}; it is "shared", "site" or "local"')
         if frozen not in frozen_parameters.KINDS:
             raise StrategyError(f'frozen = {frozen!r}; it is "same", "local" or "shared"')
+        check_place(state_on)
         several = stepping_optimizers(optimizer)
         for one in several:
             StepHooks.release(one)
@@ -246,7 +252,12 @@ class Site:
         if self.group.size > 1 and not trained.averages_gradients:
             _check_averaged(parameters, several)
         averages = buffers != "local" and not stages
-        trained = dataclasses.replace(trained, averages_buffers=averages, shares_buffers=buffers == "shared")
+        trained = dataclasses.replace(
+            trained,
+            averages_buffers=averages,
+            shares_buffers=buffers == "shared",
+            memory=memory_for(state_on, trained.weights, self.strategy),
+        )
         if reply.facts.get(AT_SITES):
             _check_whole(trained)
             trained = dataclasses.replace(trained, at_sites=True)

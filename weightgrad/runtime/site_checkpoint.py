@@ -160,9 +160,9 @@ class SiteCheckpoint:
         found |= with_prefix(f"rank_step.{rank}.", self._rank_step.state())
         for name, tensor in self._shard.state().items():
             if _is_vector(name, tensor, self._shard.held.numel):
-                found[f"vector.{name}"] = _interval_tensor(model.layout.numel, self._shard, tensor)
+                found[f"vector.{name}"] = _interval_tensor(model.layout.numel, self._shard, tensor.cpu())
             else:
-                found[f"shard.{rank}.{name}"] = tensor
+                found[f"shard.{rank}.{name}"] = tensor.cpu()
         if coordinator is not None:
             found |= with_prefix("coordinator.", coordinator.state())
         return found

@@ -123,8 +123,8 @@ class SiteLeader:
 
     def lead(self, decide: Callable[[], None]) -> None:
         """Decide something; the other ranks hear of it, also if it fails."""
-        self._work.begin_round()
         try:
+            self._work.begin_round()
             decide()
         except BaseException as error:
             self._tell(Abandon(why=str(error)))
@@ -216,6 +216,8 @@ class SiteLeader:
                 "no new weights until it is heard",
                 *(coordinator.name, coordinator.progress.step, self._plan.t),
             )
+        if why is not None and self._work.pushing:
+            self._order(Wait())  # which ends the push on every rank: what is waited for may need it
         while why is not None:
             self.pump(_POLL_S)
             connection.telemetry.says_waiting(time.monotonic() - began)

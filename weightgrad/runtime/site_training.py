@@ -28,6 +28,7 @@ from weightgrad.event_log import EventLog
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime import sparse_gradients
 from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.device_state import check_local_server
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
@@ -86,6 +87,8 @@ class SiteTraining:
             clip_norm=reply.clip_norm,
             averaged=model.averages_gradients,
         )
+        if self.rank_step.releases_weights:
+            check_local_server(model.memory, self.strategy)
         self._work = RankWork(self.name, self._plan, group, connection, model, self.rank_step, reply)
         self.leader: SiteLeader | None = None
         """Decides, on rank 0."""
@@ -212,7 +215,7 @@ class SiteTraining:
         """This rank's weights for one server process."""
         own = self._model.weights.held & served
         if isinstance(self.shard, UpdateShard):
-            vector = gather(self.shard.global_model, self.shard.held, own, torch.empty(own.numel))
+            vector = gather(self.shard.global_model.cpu(), self.shard.held, own, torch.empty(own.numel))
         else:
             vector = self._model.weights.read(own, torch.empty(own.numel))
         cut = pieces.cut(own, self._model.layout, per_tensor=False)
@@ -236,6 +239,7 @@ class SiteTraining:
             CheckpointError: The last checkpoint could not be written.
         """
         self._model.announced.check()
+        self._work.before_step()
         if self.checkpoint is not None:
             self.checkpoint.look()
         if self.rank_step.exchanges or self._plan.shares_gradients:
@@ -271,6 +275,7 @@ class SiteTraining:
     def _write_checkpoint(self, before: int) -> None:
         every = self._options.checkpoint_every
         if self.checkpoint is not None and self.steps // every > before // every:  # a late site may skip some steps
+            self._work.finish_push()
             self.rank_step.for_rounds()
             replica = self._work.replica
             with replica.at_global_model() if replica is not None else nullcontext():
@@ -279,6 +284,7 @@ class SiteTraining:
 
     def state_dict(self) -> bytes:
         """The site's state, put together from all ranks; called on every rank, between two steps."""
+        self._work.finish_push()
         self.rank_step.for_rounds()
         replica = self._work.replica
         with replica.at_global_model() if replica is not None else nullcontext():
@@ -362,6 +368,8 @@ class SiteTraining:
 
         Never raises a WeightGradError: it is called where another error is on its way.
         """
+        with suppress(WeightGradError):
+            self._work.finish_push()
         if self.leader is not None and self.leader.joined:
             with suppress(WeightGradError):
                 self.connection.send_control(Leave(site=self.name))

@@ -62,8 +62,9 @@ class StepHooks:
         optimizer.__dict__[_SCALES] = True
         optimizer.__dict__[_MARK] = self
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            # A compiled step calls them between its graphs, as they are.
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
 

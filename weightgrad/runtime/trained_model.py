@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from weightgrad.core import pieces
 from weightgrad.core.global_model import digest_of
 from weightgrad.core.layout import Layout
+from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.replicas import Sharding
@@ -18,7 +19,10 @@ from weightgrad.runtime.replicas import Sharding
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What a rank trains: its parameters, its optimizer, and the buffers that are averaged over the ranks or kept."""
+    """What a rank trains: its parameters, its optimizer, and the buffers that are averaged over the ranks or kept.
+
+    `memory` is where the site's state is kept beside them.
+    """
 
     module: nn.Module
     weights: ModuleWeights
@@ -32,6 +36,7 @@ class TrainedModel:
     shares_buffers: bool = False
     at_sites: bool = False
     """Whether only sites step with shared gradients, so that the server has no weights."""
+    memory: StateMemory = field(default_factory=HostMemory)
 
     @property
     def stages(self) -> bool:

@@ -19,6 +19,7 @@ from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizer_options import numbers_of, put_numbers
 from weightgrad.core.optimizers import put_rates, rates_of
+from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.kernels import fixed
 from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.rank_step import write_gradient
@@ -38,6 +39,7 @@ class UserReplica:
         exchange: brings results and weights that other ranks hold to this one.
         step_now: takes an optimizer step now, without the hooks of this package.
         announced: the numbers among the optimizer's options that the others know.
+        memory: where results are decoded.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class UserReplica:
         exchange: ReplicaExchange,
         step_now: Callable[[], None],
         announced: Sequence[float] = (),
+        memory: StateMemory | None = None,
     ) -> None:
         self._weights, self._gradients, self._optimizer, self._layout = weights, gradients, optimizer, layout
         self.trained, self.optimizer = weights, optimizer
         """The parameters and the optimizer, for who keeps copies of them."""
         self._exchange = exchange
         self._step_now = step_now
+        self._memory: StateMemory = HostMemory() if memory is None else memory
         self._waiting = False  # a gradient is in place that nobody has stepped with
         self._rates: list[float] | None = None
         self._options: list[float] = []
@@ -89,9 +93,9 @@ class UserReplica:
             parameter.grad = torch.zeros_like(parameter)
         inside = self._weights.redistributed
         self._gradients.begin()
-        for segment in segments:
+        for segment in self._memory.arrive(segments):
             own = segment.intervals & self._gradients.available
-            values = torch.zeros(own.numel)
+            values = torch.zeros(own.numel, device=self._memory.device)
             segment.into(values, fixed.STORE, own)
             write_gradient(self._gradients, own, values)
         if not inside:
@@ -155,7 +159,7 @@ class UserReplica:
 
     def weights(self, intervals: Intervals) -> Tensor:
         """Some weights."""
-        return self._weights.read(intervals, torch.empty(intervals.numel))
+        return self._weights.read(intervals, torch.empty(intervals.numel, device=self._memory.device))
 
     def load(self, name: str, segment: Segment) -> None:
         """Store weights at once, and keep the optimizer's vectors until all of them are here."""

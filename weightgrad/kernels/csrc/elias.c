@@ -5,46 +5,45 @@
  * gamma(v), v >= 1: as many zeros as v has bits after its first, a one, those bits;
  * everything little-endian, bit 0 of byte 0 first.
  */
-#include "scalar.h"
+#include "elias.h"
 
-typedef struct {
-    uint8_t *out;
-    uint64_t word;
-    int held;
-} writer;
-
-static void put_bits(writer *w, uint64_t value, int bits) {
-    w->word |= value << w->held;
-    w->held += bits;
-    while (w->held >= 8) {
-        *w->out++ = (uint8_t)w->word;
-        w->word >>= 8;
-        w->held -= 8;
+static wg_elias_table table_of(int levels) {
+    wg_elias_table t = {{0}, {0}};
+    for (int size = 1; size <= levels; size++) {
+        const int extra = 31 - __builtin_clz((uint32_t)size);
+        const uint32_t gamma = (1u | ((uint32_t)size & ((1u << extra) - 1u)) << 1) << extra;
+        t.value[levels + size] = (uint16_t)(gamma << 1);
+        t.value[levels - size] = (uint16_t)(gamma << 1 | 1u);
+        t.bits[levels + size] = t.bits[levels - size] = (uint8_t)(2 * extra + 2);
     }
+    return t;
 }
 
-static void put_gamma(writer *w, uint32_t value) {
-    int extra = 31 - __builtin_clz(value);
-    put_bits(w, (1ull | (uint64_t)(value & ((1u << extra) - 1u)) << 1) << extra, 2 * extra + 1);
+static uint8_t *put_bucket(const uint8_t *codes, uint64_t m, int levels, const wg_elias_table *t, uint8_t *out) {
+    wg_elias_writer w = {out, 0, 0};
+    uint64_t next = 0; /* one past the last level that was written */
+    for (uint64_t i = 0; i < m; i++)
+        if (codes[i] != levels) {
+            wg_elias_put(&w, (uint32_t)(i + 1 - next), codes[i], t);
+            next = i + 1;
+        }
+    return wg_elias_end(&w);
 }
 
-/* `codes` holds level + levels, one a byte. Returns the bytes written. */
+/* `codes` holds level + levels, one a byte. `out` has room for two bytes a code and eight a bucket. Returns the bytes
+ * written. */
 WG_API uint64_t wg_elias(const uint8_t *codes, uint64_t n, uint64_t bucket, int levels, uint8_t *out, uint16_t *lengths) {
+    const wg_elias_table t = table_of(levels);
     uint8_t *begin = out;
     for (uint64_t start = 0; start < n; start += bucket) {
-        uint64_t stop = n - start < bucket ? n : start + bucket, before = start - 1;
-        writer w = {out, 0, 0};
-        for (uint64_t i = start; i < stop; i++) {
-            int level = codes[i] - levels;
-            if (!level) continue;
-            put_gamma(&w, (uint32_t)(i - before));
-            put_bits(&w, level < 0, 1);
-            put_gamma(&w, (uint32_t)(level < 0 ? -level : level));
-            before = i;
-        }
-        if (w.held) put_bits(&w, 0, 8 - w.held);
-        *lengths++ = (uint16_t)(w.out - out);
-        out = w.out;
+        const uint64_t m = n - start < bucket ? n - start : bucket;
+#if WG_HAS_AVX2_UNIT
+        uint8_t *end = wg_isa() ? wg_elias_bucket_avx2(codes + start, m, levels, &t, out) : put_bucket(codes + start, m, levels, &t, out);
+#else
+        uint8_t *end = put_bucket(codes + start, m, levels, &t, out);
+#endif
+        *lengths++ = (uint16_t)(end - out);
+        out = end;
     }
     return (uint64_t)(out - begin);
 }

@@ -6,7 +6,10 @@ static int chosen = -1;
 static int best(void) {
 #if WG_HAS_AVX2_UNIT
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 1 : 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return 0;
+    const int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return wide ? 2 : 1;
 #else
     return 0;
 #endif

@@ -92,6 +92,7 @@ uint32_t wg_level_sums_run(const float *w, const float *d, size_t m, wg_ruler ru
 WG_API uint32_t wg_level_sums(const float *w, const float *d, uint64_t n, float alpha, int levels, double *partials) {
     wg_ruler ruler = wg_make_ruler(alpha, levels);
 #if WG_HAS_AVX2_UNIT
+    if (wg_isa() > 1 && ruler.before == 1.0f) return wg_level_sums_avx512(w, d, n, ruler, levels, partials);
     if (wg_isa() && ruler.before == 1.0f) return wg_level_sums_avx2(w, d, n, ruler, levels, partials);
 #endif
     uint32_t top = 0;
@@ -128,6 +129,7 @@ WG_API void wg_ternary_decode(const uint8_t *codes, uint64_t n, float scale, int
  * is negative. */
 WG_API uint32_t wg_ternary_sums(const float *w, const float *d, uint64_t n, float threshold, double *partials) {
 #if WG_HAS_AVX2_UNIT
+    if (wg_isa() > 1) return wg_ternary_sums_avx512(w, d, n, threshold, partials);
     if (wg_isa()) return wg_ternary_sums_avx2(w, d, n, threshold, partials);
 #endif
     return ternary_sums(w, d, n, threshold, partials);

@@ -1,4 +1,4 @@
-/* What the portable units and the AVX2 units share of each other. */
+/* What the portable units and the vector units share of each other. */
 #ifndef WG_UNITS_H
 #define WG_UNITS_H
 
@@ -73,6 +73,8 @@ void wg_ternary_decode_avx2(const uint8_t *codes, uint64_t n, float scale, int m
 uint32_t wg_ternary_sums_avx2(const float *w, const float *d, uint64_t n, float threshold, double *partials);
 uint32_t wg_level_sums_run(const float *w, const float *d, size_t m, wg_ruler ruler, int levels, double *partials);
 uint32_t wg_level_sums_avx2(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials);
+uint32_t wg_ternary_sums_avx512(const float *w, const float *d, uint64_t n, float threshold, double *partials);
+uint32_t wg_level_sums_avx512(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials);
 void wg_ternary_threshold_avx2(const float *w, uint64_t n, float threshold, uint8_t *codes);
 
 /* columns */

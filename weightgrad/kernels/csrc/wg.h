@@ -1,7 +1,8 @@
 /* The hot loops of WeightGrad: a plain C library, called through ctypes.
  *
  * Every kernel exists in portable C; the ones that are worth it exist a second
- * time in AVX2 (`*_avx2.c`), chosen at run time. Both, and the torch reference implementations in
+ * time in AVX2 (`*_avx2.c`), and where that is faster a third time in AVX-512 (`*_avx512.c`),
+ * chosen at run time. All, and the torch reference implementations in
  * the kernels folder, give the same bytes and the same floats. That is why:
  *   - noise is a hash of (key, element index), never a generator with state;
  *   - a decoded value is one exact integer times one float multiply;
@@ -28,7 +29,7 @@
 #define WG_HAS_AVX2_UNIT 0
 #endif
 
-/* 0 portable, 1 AVX2. */
+/* 0 portable, 1 AVX2, 2 AVX2 and AVX-512. */
 WG_API int wg_isa(void);
 /* Force an instruction set (tests, benchmarks); returns the one now in force. */
 WG_API int wg_force_isa(int isa);
