@@ -68,6 +68,7 @@ KINDS = {
     10: Kind("ModelPart", False, ("version",), ("last",), has_count=True),
     11: Kind("Holding", True, ("rank", "ranks", "epoch"), has_count=True),
     12: Kind("FinalPart", True, ("place", "parts"), has_count=True),
+    13: Kind("Pause", False, (), ("paused",)),
 }
 
 

@@ -34,6 +34,7 @@ from weightgrad.core.gradient_controller import Gradients
 from weightgrad.core.guard import Guard
 from weightgrad.core.membership import Member, Members
 from weightgrad.core.open_round import ClosedRound, OpenRound, Outbox
+from weightgrad.core.operation import Action, Operation, Pause
 from weightgrad.core.round_timing import LinkObserver, RoundDeadlines
 from weightgrad.core.selectors import Selector
 from weightgrad.core.server_shard import ClosedPart, ClosedPush, CloseOrder, PushFacts, ServerShardPlan
@@ -41,6 +42,7 @@ from weightgrad.core.shared_buffers import SharedBuffers
 from weightgrad.core.site_schedule import schedule_from_tensor, schedule_to_tensor
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
+from weightgrad.wire import messages
 from weightgrad.wire.message_parts import merge_relayed, without_values
 from weightgrad.wire.messages import (
     Join,
@@ -143,6 +145,7 @@ class ServerCoordinator:
         buffers: those of the sites' modules.
         first_norm: the norm of the first global model; a first push of that size is plausible.
         most_rate: the largest learning rate that a site may state.
+        pause: whether the operator has paused the run.
         aligned: whether every piece of a push is needed by one rank of each other site, so that pushes can be relayed.
     """
 
@@ -157,6 +160,7 @@ class ServerCoordinator:
         self.first_norm = 0.0
         self.most_rate = MOST_RATE
         self.aligned = True
+        self.pause = Pause()
         self._guard = guard
         self._deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
         self._links = LinkObserver(self.controller)
@@ -191,10 +195,40 @@ class ServerCoordinator:
             self._receive_join(message, out)
         return out
 
+    def operate(self, operation: Operation, now: float) -> Decisions:
+        """Do what the operator of the run asks for.
+
+        Args:
+            operation: what.
+            now: the time.
+
+        Returns:
+            The messages to send.
+
+        Raises:
+            ProtocolError: it concerns a site that has never joined.
+        """
+        out = Decisions()
+        action, site = operation.action, operation.site
+        if action is Action.PAUSE:
+            if self.pause.begin(now):
+                out.messages += [(name, messages.Pause(paused=True)) for name in self.members.listening]
+        elif action is Action.RESUME:
+            if self.pause.on:
+                out.messages += [(name, messages.Pause(paused=False)) for name in self.members.listening]
+            seconds = self.pause.end(now)
+            for opened in self._rounds.values():
+                opened.opened_at += seconds  # or the missing sites would be lost for the time of the pause
+        else:
+            self.members.check_known(site)
+            change = {Action.REMOVE: self.members.leave, Action.SET_ASIDE: self.members.set_aside}
+            change.get(action, self.members.take_back)(site)
+        return out
+
     def wake(self, now: float) -> Decisions:
         """Handle the deadlines that have expired; to be called at the time that `next_wake` returned."""
         out = Decisions()
-        if self._rounds:
+        if self._rounds and not self.pause.on:
             oldest = self._rounds[min(self._rounds)]
             missing = oldest.missing_from(self.members.awaited)
             if self._deadlines.holds_back(oldest, now):
@@ -207,7 +241,9 @@ class ServerCoordinator:
 
     def next_wake(self) -> float | None:
         """When the next deadline expires if nothing comes before, or None if no round is open."""
-        return self._deadlines.next_wake(self._rounds[min(self._rounds)]) if self._rounds else None
+        if not self._rounds or self.pause.on:
+            return None
+        return self._deadlines.next_wake(self._rounds[min(self._rounds)])
 
     def timeout(self) -> float | None:
         """Seconds after which a missing site is lost, or None to wait forever."""
@@ -215,13 +251,15 @@ class ServerCoordinator:
 
     def overdue(self, now: float) -> tuple[int, list[str]] | None:
         """The oldest open round and the sites it misses, if it has been open five times as long as usual."""
-        if not self._rounds or not self._deadlines.is_overdue(self._rounds[min(self._rounds)], now):
+        if self.pause.on or not self._rounds:
+            return None
+        if not self._deadlines.is_overdue(self._rounds[min(self._rounds)], now):
             return None
         return min(self._rounds), self.waits_for()
 
     def stuck(self, now: float) -> bool:
         """Whether the oldest open round should have closed long ago, with or without the sites that it misses."""
-        if not self._rounds or self._deadlines.timeout() is None:
+        if not self._rounds or self.pause.on or self._deadlines.timeout() is None:
             return False
         return now - self._rounds[min(self._rounds)].opened_at > 2 * (self._deadlines.timeout() or 0.0) + 60.0
 
@@ -361,7 +399,7 @@ class ServerCoordinator:
 
     def next_order(self) -> CloseOrder | None:
         """The order to close the oldest open round, if it is complete. Until `round_closed`, there is no other."""
-        if self._closing is not None or not self._rounds:
+        if self._closing is not None or not self._rounds or self.pause.on:
             return None
         number = min(self._rounds)
         if not self._may_close(self._rounds[number]):
@@ -514,6 +552,8 @@ class ServerCoordinator:
         for opened in self._rounds.values():
             if join.site in opened.senders:
                 opened.rejoined.add(join.site)
+        if self.pause.on:
+            out.messages.append((join.site, messages.Pause(paused=True)))
         version = join.version
         if join.digest is not None:
             version = 0 if join.digest == self.first_digest else -1
@@ -573,6 +613,7 @@ class ServerCoordinator:
         numbers = [self.version, self.step, self._last_closed, int(self._has_residual)]
         found = {"clock": torch.tensor(numbers), **with_prefix("member.", self.members.state())}
         found |= with_prefix("agreed.", self._agreed.state())
+        found |= with_prefix("pause.", self.pause.state())
         for version, result in self._results.items():
             if result.schedule is not None:
                 found[f"schedule.{version}"] = schedule_to_tensor(result.schedule)
@@ -593,6 +634,7 @@ class ServerCoordinator:
         self.version, self.step, self._last_closed, residual = (int(number) for number in state["clock"])
         self._has_residual = bool(residual)
         self._agreed.load(without_prefix("agreed.", state))
+        self.pause.load(without_prefix("pause.", state))
         self.buffers.load(without_prefix("buffers.", state))
         if self._guard is not None:
             self._guard.load(without_prefix("guard.", state))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weightgrad.core.operation import Operation
 from weightgrad.core.server_coordinator import Decisions, Download, ServerCoordinator, facts_of_all
 from weightgrad.core.server_shard import ClosedPart, CloseOrder
 from weightgrad.core.shared_buffers import BUFFER
@@ -141,6 +142,18 @@ class ServerRounds:
         self._process.needed_from(key, position)
         self._pending.setdefault(key, _PendingPush(self.coordinator.version)).header = push
         self._take_if_complete(key, now)
+
+    def operate(self, operation: Operation, now: float) -> None:
+        """Do what the operator of the run asks for; it is on the disk before it has an effect.
+
+        Raises:
+            ProtocolError: it concerns a site that has never joined.
+        """
+        if operation.site:
+            self.coordinator.members.check_known(operation.site)
+        self._process.record(Input.OPERATION, now, operation.to_bytes())
+        self._process.sync()
+        self._carry_out(self.coordinator.operate(operation, now), now)
 
     def wake(self, now: float) -> None:
         """A deadline has expired."""

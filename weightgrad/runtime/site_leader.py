@@ -215,6 +215,10 @@ class SiteLeader:
                 "no new weights until it is heard",
                 *(coordinator.name, coordinator.progress.step, self._plan.t),
             )
+        elif first == "paused":
+            log.warning(
+                "%s: the operator has paused the run, after step %d", coordinator.name, coordinator.progress.step
+            )
         while why is not None:
             self.pump(_POLL_S)
             if self._progress is not None:

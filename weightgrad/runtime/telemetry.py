@@ -42,6 +42,11 @@ class Telemetry:
         self._full = False  # the event log could not be written
 
     @property
+    def away(self) -> frozenset[str]:
+        """The sites whose connection was lost, or closed."""
+        return frozenset(self._away)
+
+    @property
     def now(self) -> float:
         """Seconds since the server was first started, without those in which it was not running."""
         return time.monotonic() - self._began
@@ -172,6 +177,11 @@ class Telemetry:
             if line["version"] not in written:
                 self.write("round", **line)
 
+    def operated(self, who: str, what: str, site: str) -> None:
+        """Note what an operator has had done."""
+        server_log.warning("%s: %s%s", who, what, f" {site}" if site else "")
+        self.write("operator", who=who, what=what, where=[site] if site else [])
+
     def refused_update(self, site: str, why: str) -> None:
         """Note that a message of a site was refused."""
         server_log.error("an update of %s was refused: %s", site, why)
@@ -218,7 +228,9 @@ class SiteTelemetry:
     def waited_for_server(self, step: int, seconds: float, why: str) -> None:
         """Count a wait of the training loop, and say so if it was a long one."""
         self.metrics.waited(seconds)
-        if seconds >= _LONG_WAIT_S and why != "joining":
+        if why == "paused":
+            site_log.info("%s: the run goes on after a pause of %.0f s", self._site, seconds)
+        elif seconds >= _LONG_WAIT_S and why != "joining":
             without = f"; the round has closed without {', '.join(self.without)}" if self.without else ""
             site_log.warning("%s waited %.0f s for the other sites (%s)%s", self._site, seconds, why, without)
         if self._events is not None:

@@ -57,6 +57,7 @@ from weightgrad.wire.message_header import (
     DOWNLOAD_CODEC,
     FINAL,
     LAST,
+    PAUSED,
     RATE,
     REPORT,
     SCHEDULE,
@@ -72,6 +73,7 @@ from weightgrad.wire.messages import (
     Leave,
     Message,
     ModelPart,
+    Pause,
     Push,
     PushPart,
     RelayedPush,
@@ -153,6 +155,8 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
             return [_head(JoinReply, *numbers, flags=flags), _schedule_bytes(message.schedule), *scalars]
         case ServerRestarted():
             return [_head(ServerRestarted)]
+        case Pause():
+            return [_head(Pause, flags=PAUSED * message.paused)]
         case Leave():
             return [_head(Leave, site=message.site)]
         case FinalPart():

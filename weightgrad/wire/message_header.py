@@ -20,6 +20,7 @@ from weightgrad.wire.messages import (
     Leave,
     Message,
     ModelPart,
+    Pause,
     Push,
     PushPart,
     ResultPart,
@@ -42,6 +43,7 @@ REPORT = 4  # flag of a Push
 SCHEDULE = 4  # flag of a RoundResult or a JoinReply
 APPROXIMATE = 8  # flag of a JoinReply
 BUFFERS = 8  # flag of a Push or a RoundResult
+PAUSED = 1  # flag of a Pause
 
 _FIELDS = struct.Struct("<4sBBBB5II")
 _NUMBERS = 5
@@ -73,8 +75,9 @@ _KINDS: dict[type[Message], _Kind] = {
     ModelPart: _Kind(10, ("version",), flags=LAST, counts=True),
     Holding: _Kind(11, ("rank", "ranks", "epoch"), named=True, counts=True),
     FinalPart: _Kind(12, ("place", "parts"), named=True, counts=True),
+    Pause: _Kind(13, flags=PAUSED),
 }
-_CONTROL = frozenset((*range(1, 8), 12))
+_CONTROL = frozenset((*range(1, 8), 12, 13))
 _TYPES = {kind.number: type_ for type_, kind in _KINDS.items()}
 
 

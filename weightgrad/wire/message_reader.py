@@ -34,6 +34,7 @@ from weightgrad.wire.message_header import (
     FINAL,
     LAST,
     MAX_NAME_BYTES,
+    PAUSED,
     RATE,
     REPORT,
     SCHEDULE,
@@ -55,6 +56,7 @@ from weightgrad.wire.messages import (
     Leave,
     Message,
     ModelPart,
+    Pause,
     Push,
     PushPart,
     RelayedPush,
@@ -118,6 +120,8 @@ class MessageReader:
             return RoundRequest(round=head.numbers[0])
         if head.kind is ServerRestarted:
             return ServerRestarted()
+        if head.kind is Pause:
+            return Pause(paused=bool(head.flags & PAUSED))
         if head.kind is RoundResult:
             return self._result(head)
         if head.kind is JoinReply:

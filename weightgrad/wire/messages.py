@@ -295,6 +295,13 @@ class ServerRestarted:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Pause:
+    """Server to site: the operator pauses the run, or lets it go on; the site trains on when it goes on."""
+
+    paused: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Leave:
     """Site to server: do not wait for this site any more."""
 
@@ -319,7 +326,7 @@ class FinalPart:
             raise ProtocolError(f"{self.site!r} sent part {self.place} of {self.parts} of its final state")
 
 
-Control: TypeAlias = Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | FinalPart
+Control: TypeAlias = Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | FinalPart | Pause
 """Messages between the coordinators; they are small and never wait behind bulk. A FinalPart is a piece of a file, and
 a control message because the Leave must not overtake it."""
 
