@@ -1,4 +1,4 @@
-"""An operator's evening with real processes: a third site joins midway, one is removed, the run is paused and killed."""
+"""An operator's evening with real processes: a site joins midway, one is removed, the run is paused and killed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class Operated(Rehearsal):
             str(out / "north.yaml") if part == str(out / "recipe.yaml") else part.replace("east", "north")
             for part in self.commands["east"]
         ]
+
+    def __enter__(self) -> Operated:
+        return self
 
     def operator(self, *words: str) -> dict[str, Any]:
         """One command of the operator, in a process of its own, and what it prints."""

@@ -57,6 +57,11 @@ def row(found: dict[str, Any], site: str) -> dict[str, Any]:
     return one
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without NaN, which is not equal to itself."""
+    return tensor.nan_to_num(-1.0) if tensor.is_floating_point() else tensor
+
+
 def failure(site: Runner) -> BaseException | None:
     """How a site has ended."""
     site.limit = 10**9
@@ -208,7 +213,7 @@ def test_a_server_that_is_started_again_has_the_same_bits(certs: Path, tmp_path:
         assert (again.global_model.digest(), again.version) == (digest, version)
         after = again.core.state()
         assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert [name for name in before if not torch.equal(_plain(before[name]), _plain(after[name]))] == []
         found = ask(again, certs, "sites")
         assert found["paused"]
         assert [(one["site"], one["number"]) for one in found["sites"]] == [("east", 0), ("north", 2), ("west", 1)]

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -18,6 +17,7 @@ import grpc
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.security.tls_check import diagnose, is_loopback
+from weightgrad.runtime.server_checks import Speed
 from weightgrad.runtime.transport.channels import ASK, MEASURE
 from weightgrad.runtime.transport.grpc_questions import CHUNK_BYTES
 from weightgrad.runtime.transport.grpc_settings import channel_options
@@ -29,22 +29,8 @@ _REFUSALS = {
 }
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What a line has carried.
-
-    Attributes:
-        received: bytes that have arrived.
-        seconds: from the first of them to the last.
-    """
-
-    received: int
-    seconds: float
-
-    @property
-    def bit_s(self) -> float:
-        """Bits a second."""
-        return 8 * self.received / self.seconds if self.seconds > 0 else 0.0
+class BusyError(LinkError):
+    """The server measures with others just now."""
 
 
 class ServerQuestions:
@@ -158,6 +144,8 @@ class ServerQuestions:
         code, why = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolError(f"{self.address} answers no questions: it is another release, or not a global server")
+        if code is grpc.StatusCode.ABORTED:
+            return BusyError(why)
         if code in _REFUSALS:
             return _REFUSALS[code](why)
         problem = diagnose(self.address, self._credentials) if code is grpc.StatusCode.UNAVAILABLE else None

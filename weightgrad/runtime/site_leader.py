@@ -208,18 +208,17 @@ class SiteLeader:
         downloads = coordinator.full_downloads
         self.pump(0.0)
         began, why = time.monotonic(), coordinator.blocked(connection.now)
-        first, told = why, began
+        first, told, paused = why, began, False
         if first == "stall":
             log.warning(
                 "%s stalls after step %d: the global server has been silent for more than t = %g s; the workers get "
                 "no new weights until it is heard",
                 *(coordinator.name, coordinator.progress.step, self._plan.t),
             )
-        elif first == "paused":
-            log.warning(
-                "%s: the operator has paused the run, after step %d", coordinator.name, coordinator.progress.step
-            )
         while why is not None:
+            if why == "paused" and not paused:
+                paused = True
+                log.warning("%s is paused by the operator, after step %d", coordinator.name, coordinator.progress.step)
             self.pump(_POLL_S)
             if self._progress is not None:
                 self._progress.look(connection.unacknowledged_bytes)
@@ -230,7 +229,7 @@ class SiteLeader:
         if first is not None:
             seconds = time.monotonic() - began
             self.waited += seconds
-            connection.telemetry.waited_for_server(coordinator.progress.step, seconds, first)
+            connection.telemetry.waited_for_server(coordinator.progress.step, seconds, "paused" if paused else first)
         connection.telemetry.metrics.update(coordinator)
         if coordinator.full_downloads != downloads:
             connection.telemetry.downloaded(coordinator.version, exact=coordinator.exact)
