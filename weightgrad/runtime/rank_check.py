@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -56,7 +57,8 @@ def _two_here(timeout_s: float) -> Finding:
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+                with suppress(ValueError):  # it was read to its end
+                    rank.communicate()
         return _ok(out.strip(), "here")
 
 

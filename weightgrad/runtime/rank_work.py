@@ -6,6 +6,7 @@ rounds work on, and only then. Where weights have moved, the ranks that have the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -179,7 +180,10 @@ class RankWork:
         if isinstance(order, PushOrder):
             self._work()
             gradient = self._rank_step.gradients if self._plan.shares_gradients and not order.final else None
+            began = time.perf_counter()
             self._connection.send_push(order.round, self.shard.stream_push(order, gradient))
+            seconds, residual = time.perf_counter() - began, self.shard.residual.vector
+            self._connection.telemetry.encoded(order.round, seconds, residual, self._connection.trip_s)
             self.moved |= order.places
         elif isinstance(order, PushNothing):
             self.shard.in_flight[order.round] = ()

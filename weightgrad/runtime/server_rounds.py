@@ -196,9 +196,10 @@ class ServerRounds:
         if self.coordinator.expects(push, out):
             parts = [pending.complete[process] for process in sorted(pending.complete)]
             size = nbytes(push) + sum(part.size for part in parts)
-            self.coordinator.receive_push(push, facts_of_all(part.facts for part in parts), size, now, out)
+            facts = facts_of_all(part.facts for part in parts)
+            self.coordinator.receive_push(push, facts, size, now, out)
             if not self._process.replaying:
-                self._telemetry.pushed(push, self.coordinator.version)
+                self._telemetry.pushed(push, self.coordinator.version, facts.squares)
         else:
             self._drop_unless_open(key)
         self._carry_out(out, now)

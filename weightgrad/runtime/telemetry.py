@@ -11,13 +11,17 @@ the server ends a session              "SITE: session ended by the global server
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from weightgrad.core.open_round import ClosedRound
 from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
+from weightgrad.kernels.moments import moments
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
 from weightgrad.runtime.one_line import OneLine
 from weightgrad.runtime.transport.transport import LinkEvent
@@ -28,6 +32,8 @@ server_log = logging.getLogger("weightgrad.serve")
 server_log.addFilter(OneLine())
 site_log = logging.getLogger("weightgrad")
 
+_NORMS_ROUNDS = 64  # a push that is so late has been dropped
+_MEASURE_S = 2.0  # between two looks at the residual: each reads all of it
 _LONG_WAIT_S = 5.0  # of a site for the others, from which on it is told
 
 
@@ -38,6 +44,7 @@ class Telemetry:
         self._events, self.metrics = events, metrics
         self._began = time.monotonic()
         self._away: set[str] = set()  # sites whose connection was lost, or closed
+        self._norms: dict[tuple[str, int], float] = {}  # of pushes whose rounds have not closed
         self._opened: dict[int, float] = {}  # when the first push of an open round came
         self._full = False  # the event log could not be written
 
@@ -75,8 +82,9 @@ class Telemetry:
         """Count a message to a site."""
         self.metrics.down_bytes_total.labels(site=site).inc(size)
 
-    def pushed(self, push: Push, version: int) -> None:
-        """Note a push that came while the global model had this version."""
+    def pushed(self, push: Push, version: int, squares: float = math.nan) -> None:
+        """Note a push that came while the global model had this version, and the sum of the squares of its values."""
+        self._norms[push.site, push.round] = math.sqrt(squares) if squares >= 0 else math.nan
         self.metrics.updates_total.labels(site=push.site).inc()
         self.metrics.site_step.labels(site=push.site).set(push.step)
         self.metrics.site_staleness_versions.labels(site=push.site).set(version - push.seen)
@@ -154,7 +162,10 @@ class Telemetry:
             seconds,
             closed.digest,
         )
-        self.write("round", **closed.to_dict())
+        norms = {site: self._norms.pop((site, number), math.nan) for site, number in closed.pushes}
+        self._norms = {key: norm for key, norm in self._norms.items() if key[1] > result.round - _NORMS_ROUNDS}
+        known = {site: float(f"{norm:.6g}") for site, norm in norms.items() if math.isfinite(norm)}
+        self.write("round", **closed.to_dict(), norms=known)
         if closed.decision is not None:
             schedule = closed.decision.schedule
             server_log.info(
@@ -206,6 +217,7 @@ class SiteTelemetry:
     def __init__(self, site: str, events: EventLog | None) -> None:
         self.metrics, self._events = SiteMetrics(site), events
         self._site, self._began = site, time.monotonic()
+        self._measured_at = -math.inf
         self.without: Sequence[str] = ()
         self.connected = False
         self.refused: str | None = None
@@ -224,6 +236,29 @@ class SiteTelemetry:
     def received(self, size: int) -> None:
         """Count a message."""
         self.metrics.traffic(received=size)
+
+    def encoded(self, round_: int, seconds: float, residual: Tensor | None, trip_s: float) -> None:
+        """Note that a push was made and queued.
+
+        Args:
+            round_: of the push.
+            seconds: that selecting and encoding took, on this rank.
+            residual: what this rank has left behind, whose norm is taken now and then; None: nothing.
+            trip_s: the shortest round trip to the server seen lately; 0: not known.
+        """
+        self.metrics.encoded(seconds)
+        if self._events is None or self.now - self._measured_at < _MEASURE_S:
+            return
+        self._measured_at = self.now
+        norm = 0.0 if residual is None else math.sqrt(moments(residual).squares)
+        self.metrics.measured(norm, trip_s)
+        facts = {
+            "round": round_,
+            "seconds": round(seconds, 6),
+            "residual": norm,
+            "trip_seconds": round(trip_s, 6) or None,
+        }
+        self._events.write("encoded", self.now, **facts)
 
     def waited_for_server(self, step: int, seconds: float, why: str) -> None:
         """Count a wait of the training loop, and say so if it was a long one."""
