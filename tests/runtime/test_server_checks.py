@@ -12,12 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from weightgrad.cli import app
-from weightgrad.errors import PlanError, RefusedError
+from weightgrad.errors import LinkError, PlanError, RefusedError
 from weightgrad.runtime import join_checks, rank_check, server_checks, server_findings
 from weightgrad.runtime.admission import about_this_process
 from weightgrad.runtime.planned_needs import PlannedNeeds, planned_needs
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server_checks import Speed
 from weightgrad.runtime.server_questions import ServerQuestions
 from weightgrad.runtime.site_checks import Finding, Level
@@ -155,6 +156,20 @@ def test_a_measurement_is_bounded(certs: Path) -> None:
         hub.server.admission.roster.revoke("east", [Credentials.load(certs, site="east").serial])
         with pytest.raises(Exception, match="is revoked"):
             questions.measure("down", 0.1)
+
+
+def test_nobody_asks_without_end(certs: Path) -> None:
+    own = Credentials.load(certs, site="east")
+    with Hub(recipe_of(), certs=certs) as hub, ServerQuestions(hub.address, own, streams=1) as questions:
+        hub.transport._questions._asked = SeldomActions(per_s=1e-9, burst=2)
+        hub.transport._questions._measured = SeldomActions(per_s=1e-9, burst=1)
+        for _ in range(2):
+            questions.ask("about")
+        with pytest.raises(RefusedError, match="asks more often"):
+            questions.ask("about")
+        questions.measure("down", 0.01)
+        with pytest.raises(LinkError, match="has measured the line often"):
+            questions.measure("down", 0.01)
 
 
 def test_the_command_asks_the_server(certs: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from urllib.parse import unquote
 import grpc
 from cryptography import x509
 
-from weightgrad.errors import CredentialsError, LinkError, ProtocolError, WeightGradError
+from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, WeightGradError
+from weightgrad.runtime.seldom_actions import SeldomActions
 
 log = logging.getLogger("weightgrad.serve")
 
@@ -31,6 +32,8 @@ MOST_SECONDS = 10.0
 CHUNK_BYTES = 256 << 10
 _MOST_STREAMS = 8  # that measure at the same time, of all callers together
 _MOST_REQUEST = 64 << 10
+_ASKED_PER_S = 5.0  # by one caller
+_MEASURED_PER_S = 0.05  # streams of one caller: a site must not fill the server's line
 
 
 class Caller(NamedTuple):
@@ -63,12 +66,16 @@ class Questions:
     def __init__(self, prove: Callable[[str], None], end: Callable[[WeightGradError, Any], None]) -> None:
         self.responder: Responder | None = None
         self._prove, self._end = prove, end
+        self._asked = SeldomActions(per_s=_ASKED_PER_S, burst=100)
+        self._measured = SeldomActions(per_s=_MEASURED_PER_S, burst=64)
         self._measuring = threading.BoundedSemaphore(_MOST_STREAMS)
 
     def handle_ask(self, request: bytes, context: Any) -> bytes:
         """The call Ask."""
         try:
             responder, caller = self._caller(context)
+            if not self._asked.try_take(caller.name):
+                raise RefusedError(f"{caller.name} asks more often than {_ASKED_PER_S:g} times a second; wait a little")
             if len(request) > _MOST_REQUEST:
                 raise ProtocolError(f"a question of {len(request)} bytes; wanted at most {_MOST_REQUEST}")
             return responder.answer(caller, request)
@@ -83,7 +90,9 @@ class Questions:
     def handle_measure(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """The call Measure: the first record says {"down": seconds} or {"up": seconds}."""
         try:
-            self._caller(context)
+            _, caller = self._caller(context)
+            if not self._measured.try_take(caller.name):
+                raise LinkError(f"{caller.name} has measured the line often; try again in a few minutes")
             if not self._measuring.acquire(blocking=False):
                 raise LinkError("the line is being measured by others; try again in a few seconds")
         except WeightGradError as error:
