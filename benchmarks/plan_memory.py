@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from weightgrad.core import optimizers
 from weightgrad.lab.bench.allocations import Allocations, counted
 from weightgrad.lab.models.gpt import Gpt
-from weightgrad.lab.plan.model_cost import cost_of
+from weightgrad.lab.plan.model_cost import ModelCost, cost_of
 from weightgrad.units import show_bytes
 
 SIZES = {"1": (128, 4, 4, 4096), "10": (256, 8, 8, 8192), "50": (512, 12, 8, 20000), "124": (768, 12, 12, 50257)}
@@ -77,14 +78,19 @@ def allocated(size: str, optimizer: str) -> int:
         return found
 
 
+def planned(size: str, optimizer: str) -> ModelCost:
+    """What the plan counts."""
+    inputs = partial(torch.zeros, BATCH, CONTEXT, dtype=torch.int64)
+    return cost_of(lambda: build(size), (optimizer, {"lr": 1e-4}), inputs=inputs, batch=BATCH)
+
+
 def row(size: str, optimizer: str) -> str:
     """One model as a row of the table."""
-    tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.int64)
-    cost = cost_of(lambda: build(size), (optimizer, {"lr": 1e-4}), inputs=lambda: tokens, batch=BATCH)
+    cost = planned(size, optimizer)
     real = allocated(size, optimizer)
     error = 100 * (cost.peak_bytes / real - 1)
-    planned = show_bytes(cost.peak_bytes)
-    return f"| {cost.layout.numel / 1e6:.1f} M | {optimizer} | {planned} | {show_bytes(real)} | {error:+.1f} |"
+    counts = show_bytes(cost.peak_bytes)
+    return f"| {cost.layout.numel / 1e6:.1f} M | {optimizer} | {counts} | {show_bytes(real)} | {error:+.1f} |"
 
 
 def main() -> None:

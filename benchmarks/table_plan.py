@@ -24,6 +24,7 @@ from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run import emulation
 from weightgrad.lab.run.simulation import simulate
 from weightgrad.lab.run.task import Training
+from weightgrad.lab.run.validation import measure_timing
 
 ROOT = Path(__file__).parents[1]
 HEAD = (
@@ -33,19 +34,18 @@ HEAD = (
 
 
 def found_in(world: str, recipe: Recipe) -> tuple[float, float]:
-    """Seconds and WAN bytes of the run itself."""
+    """Seconds and WAN bytes of the run itself; in the emulator the first steps, in which caches fill, do not count."""
     with tempfile.TemporaryDirectory() as directory:
         if world == "simulator":
             found = simulate(recipe, Path(directory))
             return float(found["virtual_seconds"]), float(found["wan_bytes"])
         with emulation.network(recipe, kind="modelled") as wan:
             emulation.emulate(recipe, Path(directory) / "run", wan, emulate_compute=True)
+        timing = measure_timing(Path(directory) / "run", [site.name for site in recipe.site_list])
         log = event_log.read(Path(directory) / "run" / "events.jsonl")
         ends = [line for line in log if line["kind"] == "site"]
-        rounds = [line["t"] for line in log if line["kind"] == "round"]
         moved = sum(float(line["up_bytes"]) + float(line["down_bytes"]) for line in ends)
-        joined = [line["t"] for line in log if line["kind"] == "site_joined"]
-        return rounds[-1] - max(joined), moved
+        return timing.step_s * recipe.training.steps, moved
 
 
 def row(recipe: Recipe, name: str, world: str) -> str:
