@@ -19,8 +19,9 @@ from .test_operators import recipe_of, row
 class Operated(Rehearsal):
     """A run, and its operator's commands."""
 
-    def __init__(self, out: Path) -> None:
-        super().__init__(recipe_of(steps=100_000), out, popen=fork_server.popen())  # the test ends it
+    def __init__(self, out: Path, *settings: str) -> None:
+        recipe = recipe_of(steps=100_000).with_settings(settings)  # the test ends it
+        super().__init__(recipe, out, popen=fork_server.popen())
         certificates.add_site(out / "certs", "north")
         certificates.add_operator(out / "certs", "ann")
         theirs = recipe_of(steps=100_000, north=True)
@@ -86,6 +87,20 @@ def test_an_operators_evening(tmp_path: Path) -> None:
     done = [(entry["what"], *entry["where"]) for entry in book if entry["kind"] == "operator"]
     wanted = [("pause",), ("add", "north"), ("resume",), ("pause",), ("revoke", "west"), ("resume",)]
     assert done == [*wanted, ("remove", "north")]
+
+
+def test_all_processes_of_a_server_know_who_takes_part(tmp_path: Path) -> None:
+    with Operated(tmp_path / "run", "server.processes=2") as run:
+        run.start("server", "east", "west")
+        run.until("east", 8)
+        run.operator("sites", "add", "north")
+        run.start("north")
+        run.until_true(lambda: ["east", "north", "west"] in run.senders())
+        north = run.processes.running.pop("north")
+        run.operator("sites", "revoke", "north")
+        assert north.wait(240) != 0
+        assert "is revoked" in run.log("north")
+        run.until_true(lambda: run.senders()[-1] == ["east", "west"])
 
 
 def test_the_commands_say_what_is_missing(tmp_path: Path) -> None:
