@@ -106,19 +106,16 @@ def _show(found: dict[str, Any], as_json: bool, done: str = "") -> None:
         if not found["durable"]:
             console.print("The server has no --state: it will have forgotten this when it is started again.")
     table = Table(box=None, pad_edge=False)
-    for title in ("site", "how it stands", "connected", "ranks", "last round", "certificate"):
+    for title in ("site", "how it stands", "ranks here", "last round", "waited for", "certificate"):
         table.add_column(title, style="bold" if title == "site" else None, no_wrap=True)
     for row in found["sites"]:
-        waits = ", rounds wait for it" if row["waited_for"] else ""
-        name = f"{row['site']} (added)" if row["added"] else row["site"]
-        serial = row["certificate"]
         table.add_row(
-            name,
-            row["state"] + waits,
-            "yes" if row["connected"] else "no",
-            str(row["ranks"]),
+            f"{row['site']} (added)" if row["added"] else row["site"],
+            row["state"],
+            str(row["ranks"]) if row["connected"] else "none",
             str(row["round"]),
-            "" if serial is None else f"{serial[:16]}{'…' if len(serial) > 16 else ''}",
+            "yes" if row["waited_for"] else "",
+            "" if row["certificate"] is None else f"{row['certificate'][:8]}…",
         )
     console.print(table)
     console.print(_state(found), markup=False)
