@@ -187,3 +187,25 @@ def test_who_is_waited_for_and_how_long() -> None:
         round_(5.0, 2, [["virginia", 2], ["edge-1", 2]]),
     )
     assert found.sites["edge-1"].margin_seconds == pytest.approx(3.0)
+
+
+def test_a_finished_run_says_what_a_live_one_said(tmp_path: Path) -> None:
+    """Its logs are there at once: that of the server must not be read before those of the sites."""
+    for name, at in (("virginia", 1.0), ("edge-1", 3.0)):
+        (tmp_path / "state" / name).mkdir(parents=True)
+        with EventLog(tmp_path / "state" / name / "events.jsonl") as log:
+            for number in (1, 2):
+                log.write("push", at + number, round=number, step=number, bytes=100)
+                log.write("step", at + number, site=name, step=number, loss=1.0)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for number in (1, 2):
+            facts = {"version": number, "step": number, "senders": ["edge-1", "virginia"], "up_bytes": 200}
+            pushes = [["edge-1", number], ["virginia", number]]
+            log.write("round", 10.0 + number, **facts, pushes=pushes, down_bytes=50)
+    found = RunState(RECIPE, "run")
+    for source, event in RunReader(tmp_path).new_events():
+        found.add(source, event)
+    view = found.view()
+    assert [site["site"] for site in view["timeline"]["sites"]] == ["virginia", "edge-1"]
+    assert view["up_bytes"] == 400, "each push is counted once"
+    assert view["last_round"]["late"] is not None

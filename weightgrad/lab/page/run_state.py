@@ -190,7 +190,7 @@ class RunState:
             if sent is not None:
                 site.offset = t - sent[0] if site.offset is None else min(site.offset, t - sent[0])
                 arrivals[name] = site.at(sent[0])
-            else:
+            elif not site.pushes:  # its own log is not here
                 site.up_bytes += event["up_bytes"] / max(1, len(pushes))
                 site.moved.append((t, event["up_bytes"] / max(1, len(pushes)), 0.0))
         for site in self.sites.values():

@@ -240,7 +240,7 @@ class Emulation:
             self._set_rate(action)
 
     def _write_fault(self, action: FaultAction) -> None:
-        """Note a fault beside the event log, by the server's clock: that of its last line, and what has passed since."""
+        """Note a fault beside the event log, by the server's clock: its last line, and the time since then."""
         log = self.out / "events.jsonl"
         known = launch.read_events(log)
         now = known[-1]["t"] + max(0.0, time.time() - log.stat().st_mtime) if known else 0.0
