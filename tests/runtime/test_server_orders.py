@@ -14,6 +14,7 @@ from weightgrad.core.agreement import Signs
 from weightgrad.core.server_shard import ClosedPart, ClosedPush, CloseOrder, PushFacts
 from weightgrad.errors import ProtocolError
 from weightgrad.runtime.server_orders import (
+    Admit,
     Begin,
     Close,
     Closed,
@@ -44,6 +45,7 @@ PLAIN: list[Order | Note] = [
     Start(),
     Resume(version=-1),
     Drop(site="west", round=7),
+    Admit(roster={"names": ["east"]}, drop="west", why="it was removed"),
     Finish(write_model=True),
     Ready(process=1, version=-1, port=7443),
     Initialized(process=1, digest=2**64 - 1, squares=2.5),

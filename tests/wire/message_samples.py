@@ -23,6 +23,7 @@ from weightgrad.wire.messages import (
     Leave,
     Message,
     ModelPart,
+    Pause,
     Push,
     PushPart,
     RelayedPush,
@@ -209,6 +210,7 @@ by_kind: dict[str, st.SearchStrategy[Message]] = {
     "ModelPart": st.builds(ModelPart, version=numbers, vector=names, segments=segments, last=st.booleans()),
     "Holding": st.builds(Holding, site=names, rank=numbers, ranks=numbers, epoch=numbers, held=holdings()),
     "Waiting": st.builds(Waiting, round=numbers, seconds=numbers, missing=included),
+    "Pause": st.builds(Pause, paused=st.booleans()),
     "FinalPart": st.builds(final_part, names, st.integers(0, 2**31), st.integers(1, 9), st.binary()),
 }
 """Messages of every kind that can be packed."""
@@ -287,5 +289,7 @@ def seeds() -> Iterator[bytes]:
         FinalPart(site="iowa", place=1, parts=2, data=b"bytes of a file"),
         ServerRestarted(),
         Waiting(round=7, seconds=12, missing={"iowa": 6, "ohio": 0}),
+        Pause(paused=True),
+        Pause(paused=False),
     ]
     return map(pack, messages)

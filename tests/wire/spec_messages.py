@@ -71,6 +71,7 @@ KINDS = {
     11: Kind("Holding", True, ("rank", "ranks", "epoch"), has_count=True),
     12: Kind("FinalPart", True, ("place", "parts"), has_count=True),
     13: Kind("Waiting", False, ("round", "seconds", "sites")),
+    14: Kind("Pause", False, (), ("paused",)),
 }
 
 

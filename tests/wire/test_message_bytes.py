@@ -385,7 +385,7 @@ BAD: dict[str, tuple[bytes, type[Exception]]] = {
     "the version before": (changed(PUSH, 4, b"\x01"), errors.VersionError),
     "the version after": (changed(PUSH, 4, b"\x03"), errors.VersionError),
     "kind 0": (changed(PUSH, 5, b"\x00"), errors.ProtocolError),
-    "kind 14": (changed(PUSH, 5, b"\x0e"), errors.ProtocolError),
+    "kind 15": (changed(PUSH, 5, b"\x0f"), errors.ProtocolError),
     "a flag nobody knows": (changed(PUSH, 6, b"\x20"), errors.ReservedError),
     "a sync schedule every 0 steps": (changed(SCHEDULED, 32, u32(0)), errors.ProtocolError),
     "a sync schedule of an unknown codec": (changed(SCHEDULED, 41, b"zz32"), errors.ProtocolError),

@@ -63,6 +63,18 @@ def add_site(
         _print(f"  to end it sooner, add its serial as a line to {listed} and copy that to the global server")
 
 
+@app.command("add-operator")
+def add_operator(
+    directory: Directory,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The operator: a person, or a machine that watches.")],
+    renew: Annotated[bool, typer.Option("--renew", help="Replace the key and certificate of an operator.")] = False,
+    days: Days = 825,
+) -> None:
+    """Make a certificate for somebody who may change a running run (`weightgrad sites`, `weightgrad run`)."""
+    certificates.add_operator(directory, name, renew=renew, days=days)
+    _print(f"Made a certificate for the operator {name}.\n  copy {directory / 'operators' / name} to {name}'s machine")
+
+
 @app.command("renew-server")
 def renew_server(directory: Directory, global_server: Names, days: Days = 825) -> None:
     """Make a new key and certificate for the global server."""
@@ -71,12 +83,17 @@ def renew_server(directory: Directory, global_server: Names, days: Days = 825) -
 
 
 @app.command("revoke")
-def revoke(directory: Directory, name: Site) -> None:
-    """Refuse the current certificate of a site from now on."""
-    serial = certificates.revoke(directory, name)
+def revoke(
+    directory: Directory,
+    name: Site,
+    operator: Annotated[bool, typer.Option("--operator", help="NAME is an operator.")] = False,
+) -> None:
+    """Refuse the current certificate of a site, or of an operator, from now on."""
+    serial = certificates.revoke(directory, name, operator=operator)
     _print(f"Revoked serial {serial:x} of {name}.")
     _print(f"  copy {directory / 'server' / 'revoked.txt'} to the global server, which reads it again by itself")
-    _print(f"  to admit {name} again: weightgrad certs add-site {directory} {name} --renew")
+    add = "add-operator" if operator else "add-site"
+    _print(f"  to admit {name} again: weightgrad certs {add} {directory} {name} --renew")
 
 
 @app.command("show")
@@ -84,6 +101,9 @@ def show(directory: Directory) -> None:
     """List who has a certificate, until when, and whether it is revoked."""
     paths = {"CA": directory / "ca.pem", "global server": directory / "server" / "cert.pem"}
     paths |= {name: directory / "sites" / name / "cert.pem" for name in certificates.sites(directory)}
+    paths |= {
+        f"operator {name}": directory / "operators" / name / "cert.pem" for name in certificates.operators(directory)
+    }
     if not paths["CA"].exists():
         raise CredentialsError(f"no {paths['CA']}; wanted the directory of a CA; make one with `weightgrad certs init`")
     revoked = credentials.Revoked(directory / "server" / "revoked.txt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,9 @@ import weightgrad
 from weightgrad import kernels, units
 from weightgrad.extras import extras
 from weightgrad.machine import processor
+from weightgrad.runtime.planned_needs import PlannedNeeds, planned_needs
+from weightgrad.runtime.rank_check import check_ranks
+from weightgrad.runtime.server_findings import server_findings
 from weightgrad.runtime.site_checks import Level, site_findings
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
@@ -32,6 +36,20 @@ def doctor(
     memory: Annotated[
         str | None, typer.Option(help="Memory that a rank needs, e.g. 40 GB; `weightgrad plan` says it.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A file of `weightgrad plan --json`: memory and room that it says.", dir_okay=False),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="How long to measure the line to the server, each way.", min=0.0, max=10.0)
+    ] = 3.0,
+    ranks: Annotated[
+        bool | None,
+        typer.Option(
+            help="Let ranks exchange a vector: those of torchrun, or two here.",
+            show_default="with --server or torchrun",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Print versions and kernels, and check what a run needs; ends with 1 if something would fail."""
@@ -47,8 +65,20 @@ def doctor(
         "torch": torch.__version__,
         "cuda": cuda,
     }
-    needed = units.size(memory) if memory is not None else 0.0
-    checks = list(site_findings(server, credentials, state, site=site, memory_bytes=needed))
+    wanted = planned_needs(plan, site) if plan is not None else PlannedNeeds()
+    checks = list(
+        site_findings(
+            server,
+            credentials,
+            state,
+            site=site,
+            memory_bytes=units.size(memory) if memory is not None else wanted.memory_bytes,
+            room_bytes=wanted.room_bytes,
+            more=lambda server, own: server_findings(server, own, seconds=seconds),
+        )
+    )
+    if ranks or (ranks is None and (server is not None or "RANK" in os.environ)):
+        checks.append(check_ranks())
     if as_json:
         found = [{"check": one.check, "level": one.level.value, "text": one.text} for one in checks]
         print(json.dumps({**facts, "checks": found}, indent=1))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weightgrad.errors import ProtocolError
+
 FAULTS = 3
 """With so many, a site is set aside."""
 GOOD = 20
@@ -21,6 +23,8 @@ GOOD = 20
 FIRST_ASIDE = 8
 """Pushes of a site that was set aside for the first time, before rounds wait for it again; then twice as many."""
 MOST_ASIDE = 1024
+BY_OPERATOR = 1 << 40
+"""Pushes of a site that the operator has set aside, before rounds wait for it again: until it is taken back."""
 
 
 @dataclass
@@ -72,6 +76,20 @@ class Members:
         member.faults, member.aside = 0, min(FIRST_ASIDE << member.times_aside, MOST_ASIDE)
         member.times_aside += 1
         return True
+
+    def check_known(self, name: str) -> None:
+        """Raise ProtocolError for a site that has never joined."""
+        if name not in self.by_name:
+            raise ProtocolError(f"{name!r} has not joined; those that have are {', '.join(self.by_name) or 'none'}")
+
+    def set_aside(self, name: str) -> None:
+        """The operator sets a site aside: rounds do not wait for it until it is taken back."""
+        self.by_name[name].aside = BY_OPERATOR
+
+    def take_back(self, name: str) -> None:
+        """The operator takes a site back, whoever set it aside: rounds wait for it, and its faults are forgotten."""
+        member = self.by_name[name]
+        member.aside = member.faults = member.good = member.times_aside = 0
 
     def included(self, name: str) -> None:
         """A push of a site is in a closed round, and was not refused."""

@@ -34,6 +34,7 @@ from weightgrad.core.gradient_controller import Gradients
 from weightgrad.core.guard import Guard
 from weightgrad.core.membership import Member, Members
 from weightgrad.core.open_round import ClosedRound, OpenRound, Outbox
+from weightgrad.core.operation import Action, Operation, Pause
 from weightgrad.core.round_timing import LinkObserver, RoundDeadlines
 from weightgrad.core.selectors import Selector
 from weightgrad.core.server_shard import ClosedPart, ClosedPush, CloseOrder, PushFacts, ServerShardPlan
@@ -41,6 +42,7 @@ from weightgrad.core.shared_buffers import SharedBuffers
 from weightgrad.core.site_schedule import schedule_from_tensor, schedule_to_tensor
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
+from weightgrad.wire import messages
 from weightgrad.wire.message_parts import merge_relayed, without_values
 from weightgrad.wire.messages import (
     Join,
@@ -146,6 +148,7 @@ class ServerCoordinator:
         most_rate: the largest learning rate that a site may state.
         elsewhere: whether only the sites can step with the gradients that they share: the server has the first global
             model and the results since, as far as it remembers them.
+        pause: whether the operator has paused the run.
         aligned: whether every piece of a push is needed by one rank of each other site, so that pushes can be relayed.
     """
 
@@ -161,6 +164,7 @@ class ServerCoordinator:
         self.most_rate = MOST_RATE
         self.elsewhere = False
         self.aligned = True
+        self.pause = Pause()
         self._guard = guard
         self._deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
         self._links = LinkObserver(self.controller)
@@ -195,10 +199,40 @@ class ServerCoordinator:
             self._receive_join(message, out)
         return out
 
+    def operate(self, operation: Operation, now: float) -> Decisions:
+        """Do what the operator of the run asks for.
+
+        Args:
+            operation: what.
+            now: the time.
+
+        Returns:
+            The messages to send.
+
+        Raises:
+            ProtocolError: it concerns a site that has never joined.
+        """
+        out = Decisions()
+        action, site = operation.action, operation.site
+        if action is Action.PAUSE:
+            if self.pause.begin(now):
+                out.messages += [(name, messages.Pause(paused=True)) for name in self.members.listening]
+        elif action is Action.RESUME:
+            if self.pause.on:
+                out.messages += [(name, messages.Pause(paused=False)) for name in self.members.listening]
+            seconds = self.pause.end(now)
+            for opened in self._rounds.values():
+                opened.opened_at += seconds  # or the missing sites would be lost for the time of the pause
+        else:
+            self.members.check_known(site)
+            change = {Action.REMOVE: self.members.leave, Action.SET_ASIDE: self.members.set_aside}
+            change.get(action, self.members.take_back)(site)
+        return out
+
     def wake(self, now: float) -> Decisions:
         """Handle the deadlines that have expired; to be called at the time that `next_wake` returned."""
         out = Decisions()
-        if self._rounds:
+        if self._rounds and not self.pause.on:
             oldest = self._rounds[min(self._rounds)]
             missing = oldest.missing_from(self.members.awaited)
             if self._deadlines.holds_back(oldest, now):
@@ -211,19 +245,23 @@ class ServerCoordinator:
 
     def next_wake(self) -> float | None:
         """When the next deadline expires if nothing comes before, or None if no round is open."""
-        return self._deadlines.next_wake(self._rounds[min(self._rounds)]) if self._rounds else None
+        if not self._rounds or self.pause.on:
+            return None
+        return self._deadlines.next_wake(self._rounds[min(self._rounds)])
 
     def timeout(self) -> float | None:
         """Seconds after which a missing site is lost, or None to wait forever."""
         return self._deadlines.timeout()
 
     def overdue(self, now: float) -> bool:
-        """Whether the oldest open round has been open five times as long as usual."""
-        return bool(self._rounds) and self._deadlines.is_overdue(self._rounds[min(self._rounds)], now)
+        """Whether the oldest open round has been open five times as long as usual; never while the run is paused."""
+        if self.pause.on or not self._rounds:
+            return False
+        return self._deadlines.is_overdue(self._rounds[min(self._rounds)], now)
 
     def waiting(self, now: float) -> Waiting | None:
         """For whom the oldest open round waits, and how long it has; None if no round is open, or misses nobody."""
-        if not (missing := self.waits_for()):
+        if self.pause.on or not (missing := self.waits_for()):
             return None
         number = min(self._rounds)
         pushed = {name: self.members.by_name[name].pushed_round for name in missing}
@@ -232,7 +270,7 @@ class ServerCoordinator:
 
     def stuck(self, now: float) -> bool:
         """Whether the oldest open round should have closed long ago, with or without the sites that it misses."""
-        if not self._rounds or self._deadlines.timeout() is None:
+        if not self._rounds or self.pause.on or self._deadlines.timeout() is None:
             return False
         return now - self._rounds[min(self._rounds)].opened_at > 2 * (self._deadlines.timeout() or 0.0) + 60.0
 
@@ -373,7 +411,7 @@ class ServerCoordinator:
 
     def next_order(self) -> CloseOrder | None:
         """The order to close the oldest open round, if it is complete. Until `round_closed`, there is no other."""
-        if self._closing is not None or not self._rounds:
+        if self._closing is not None or not self._rounds or self.pause.on:
             return None
         number = min(self._rounds)
         if not self._may_close(self._rounds[number]):
@@ -527,6 +565,8 @@ class ServerCoordinator:
         for opened in self._rounds.values():
             if join.site in opened.senders:
                 opened.rejoined.add(join.site)
+        if self.pause.on:
+            out.messages.append((join.site, messages.Pause(paused=True)))
         version = join.version
         if join.digest is not None:
             version = 0 if join.digest == self.first_digest else -1
@@ -602,6 +642,7 @@ class ServerCoordinator:
         numbers = [self.version, self.step, self._last_closed, int(self._has_residual)]
         found = {"clock": torch.tensor(numbers), **with_prefix("member.", self.members.state())}
         found |= with_prefix("agreed.", self._agreed.state())
+        found |= with_prefix("pause.", self.pause.state())
         for version, result in self._results.items():
             if result.schedule is not None:
                 found[f"schedule.{version}"] = schedule_to_tensor(result.schedule)
@@ -622,6 +663,7 @@ class ServerCoordinator:
         self.version, self.step, self._last_closed, residual = (int(number) for number in state["clock"])
         self._has_residual = bool(residual)
         self._agreed.load(without_prefix("agreed.", state))
+        self.pause.load(without_prefix("pause.", state))
         self.buffers.load(without_prefix("buffers.", state))
         if self._guard is not None:
             self._guard.load(without_prefix("guard.", state))

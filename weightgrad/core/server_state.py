@@ -24,6 +24,7 @@ from weightgrad.core.guard import Guard
 from weightgrad.core.local_model import scatter
 from weightgrad.core.membership import Members
 from weightgrad.core.open_round import ClosedRound, Outbox
+from weightgrad.core.operation import Operation
 from weightgrad.core.result_log import MemoryResultLog, ResultLog
 from weightgrad.core.server_coordinator import (
     Decisions,
@@ -145,6 +146,10 @@ class ServerState:
         else:
             raise ProtocolError(f"the global server was sent a {type(message).__name__}, which only sites receive")
         return self._carry_out(out, now)
+
+    def operate(self, operation: Operation, now: float) -> Outbox:
+        """Do what the operator of the run asks for."""
+        return self._carry_out(self.coordinator.operate(operation, now), now)
 
     def wake(self, now: float) -> Outbox:
         """Handle the deadlines that have expired; to be called at the time that `next_wake` returned."""

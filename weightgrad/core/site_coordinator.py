@@ -36,7 +36,16 @@ from weightgrad.core.site_shard import ApplyOrder, LoadOrder, PushOrder, ShardPl
 from weightgrad.core.triggers import DynamicThreshold, Moment, Significance, Trigger
 from weightgrad.errors import ProtocolError
 from weightgrad.wire.message_bytes import pack, unpack
-from weightgrad.wire.messages import Join, JoinReply, Message, Push, RoundRequest, RoundResult, ServerRestarted
+from weightgrad.wire.messages import (
+    Join,
+    JoinReply,
+    Message,
+    Pause,
+    Push,
+    RoundRequest,
+    RoundResult,
+    ServerRestarted,
+)
 from weightgrad.wire.sync_schedule import SyncSchedule
 
 _STALL_ROUNDS = 5  # an adaptive T is this many times as long as a round usually takes
@@ -109,6 +118,7 @@ class SiteCoordinator:
         replays: whether a site that has forgotten pushes computes them again, step by step, as one that goes on from a
             checkpoint does. Otherwise it begins from the present global model, so that nothing it does is dropped as a
             repetition. The driver sets it.
+        paused: whether the operator has paused the run.
     """
 
     def __init__(self, name: str, plan: SiteStrategy, samples: int, *, download_codec: str | None = None) -> None:
@@ -125,6 +135,7 @@ class SiteCoordinator:
         self.options: tuple[float, ...] = ()
         self.epoch = 0
         self.replays = True
+        self.paused = False
         self.progress = SiteProgress()
         self.schedule = SiteSchedule(plan.schedule, up=plan.up, overlap=plan.overlap)
         self.step_timer = StepTimer()
@@ -180,7 +191,7 @@ class SiteCoordinator:
             now: the time.
 
         Returns:
-            The reason ("joining", "exact global model", "flush", "result" or "stall"), or None to go on.
+            The reason ("joining", "exact global model", "paused", "flush", "result" or "stall"), or None to go on.
         """
         reason = self._why_blocked(now)
         if reason is None:
@@ -192,6 +203,8 @@ class SiteCoordinator:
             return "joining"
         if self.progress.finishing and not self.exact:
             return "exact global model"
+        if self.paused:
+            return "paused"
         if not self.in_flight:
             return None
         if self.progress.finishing:
@@ -396,6 +409,9 @@ class SiteCoordinator:
         if isinstance(message, RoundRequest):
             self.progress.requested_round = max(self.progress.requested_round, message.round)
             return [], None
+        if isinstance(message, Pause):
+            self.paused = message.paused
+            return [], None
         if isinstance(message, ServerRestarted):
             return [self.join()], None
         if isinstance(message, JoinReply):
@@ -434,7 +450,7 @@ class SiteCoordinator:
         Returns:
             A Join with the version that the site has.
         """
-        self.joined = False
+        self.joined = self.paused = False  # a pause that still lasts is told anew
         self.exact = self.exact and same_start
         return Join(
             site=self.name,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +21,20 @@ from typing import Any
 import torch
 from torch import nn
 
+import weightgrad
+from weightgrad import kernels
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.optimizers import is_linear
 from weightgrad.core.strategies import Strategy
-from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
+from weightgrad.errors import CheckpointError, CredentialsError, LinkError, ProtocolError, RefusedError, StrategyError
 from weightgrad.runtime.layout_vote import LayoutVote
+from weightgrad.runtime.roster import Roster
 from weightgrad.runtime.security.credentials import Revoked
 from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.transport import EntryRequest
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.versions import HANDSHAKE_VERSION
+from weightgrad.wire.versions import HANDSHAKE_VERSION, MESSAGE_VERSION, TRANSPORT_VERSION
 
 log = logging.getLogger("weightgrad.serve")
 
@@ -279,8 +283,11 @@ class Admission:
         first_site: the site that sends the first global model; None: the first that enters with the agreed model.
         agree_s: seconds to wait until a majority of three sites or more has entered with the same model.
         max_ranks: how many ranks a site may have, each of which has connections and memory of its own.
+        roster: the sites that may join; by default those of `run_config`.
 
     Attributes:
+        secure: whether sites show certificates.
+        roster: the sites that may join, as the operator has changed them.
         initializer: the site whose weights become the first global model.
         initialized: whether there is a global model.
         servers: the processes of the server.
@@ -299,8 +306,10 @@ class Admission:
         first_site: str | None = None,
         agree_s: float = 0.0,
         max_ranks: int = _MOST_RANKS,
+        roster: Roster | None = None,
     ) -> None:
-        self._run_config, self._secure, self._revoked, self._on_refused = run_config, secure, revoked, on_refused
+        self.roster = Roster(run_config.sites, bit_s=run_config.bit_s) if roster is None else roster
+        self._run_config, self.secure, self._revoked, self._on_refused = run_config, secure, revoked, on_refused
         self._max_parameters, self._first_site = min(max_parameters or _MAX_NUMEL, _MAX_NUMEL), first_site
         self._max_ranks = max_ranks
         self._vote = LayoutVote(len(run_config.sites), agree_s)
@@ -325,24 +334,29 @@ class Admission:
             RefusedError: the site does not belong to the run.
             CredentialsError: the certificate is another site's, or revoked.
         """
-        if entry.site not in self._run_config.sites:
+        if entry.site not in self.roster.sites:
             self._on_refused("unknown site")
             raise RefusedError(
-                f"no site {entry.site!r} in the recipe of this server; it has {', '.join(self._run_config.sites)}"
+                f"no site {entry.site!r} in the recipe of this server; it has {', '.join(self.roster.sites)}; its "
+                f"operator can add one with `weightgrad sites add`"
             )
-        if not self._secure:
+        if not self.secure:
             return
         if entry.peer_name != entry.site:
             self._on_refused("another site's certificate")
             raise CredentialsError(
                 f"the certificate is of {entry.peer_name!r}, not of {entry.site!r}; use the directory of that site"
             )
-        if self._revoked is not None and entry.peer_serial is not None and self._revoked.has(entry.peer_serial):
+        if entry.peer_serial is not None and self.is_revoked(entry.peer_serial):
             self._on_refused("revoked certificate")
             raise CredentialsError(
                 f"the certificate of {entry.site} (serial {entry.peer_serial:x}) is revoked; "
                 "ask the operator for a new one"
             )
+
+    def is_revoked(self, serial: int) -> bool:
+        """Whether a certificate is revoked, in the file beside the server's own or by the operator."""
+        return self.roster.is_revoked(serial) or (self._revoked is not None and self._revoked.has(serial))
 
     def enter(self, entry: EntryRequest) -> bytes:
         """Admit a site, or a further rank of one, and return the encoded reply.
@@ -367,7 +381,12 @@ class Admission:
         if request.site != entry.site:
             self._on_refused("another site's name")
             raise RefusedError(f"the request is of {request.site!r}, the connection of {entry.site!r}")
-        return self._enter_site(request).pack()
+        reply = self._enter_site(request).pack()
+        try:
+            self.roster.seen(entry.site, entry.peer_serial)
+        except CheckpointError as error:
+            log.error("%s", error)  # it may train all the same; to revoke it, its serial number must be given
+        return reply
 
     def _enter_rank(self, entry: EntryRequest) -> bytes:
         parse_rank_request(entry.request)
@@ -417,14 +436,15 @@ class Admission:
         return AdmissionReply(
             strategy=strategy.to_dict(),
             seed=self._run_config.seed,
-            number=self._run_config.sites.index(request.site),
-            sites=list(self._run_config.sites),
+            number=self.roster.number(request.site),
+            sites=list(self.roster.sites),
             layout=[slot.name for slot in known.slots],
             servers=[(one.address, one.spans) for one in self.servers],
             init_model=self._may_initialize(request),
             clip_norm=self._run_config.clip_norm,
             facts={
-                "bit_s": self._run_config.bit_s.get(request.site),
+                "bit_s": self.roster.bit_s(request.site),
+                "server": about_this_process(),
                 AT_SITES: bool((self.optimizer or {}).get(AT_SITES)),
             },
         )
@@ -463,7 +483,7 @@ class Admission:
         """Whether a site may bring the first global model."""
         if self._first_site is not None and site != self._first_site:
             raise LinkError(f"{self._first_site} sends the first global model, and has not entered yet; try again")
-        if self._passed_over >= set(self._run_config.sites):
+        if self._passed_over >= set(self.roster.sites):
             self._passed_over.clear()
         if site in self._passed_over:
             raise LinkError(f"{site} did not send the first global model in time; another site may now; try again")
@@ -600,6 +620,20 @@ def _without_memory(layout: Layout, spec: OptimizerSpec) -> dict[int, nn.Paramet
     """Parameters to try an optimizer on: of the right shapes where it looks at shapes, and without memory."""
     shapes = [slot.shape if spec.needs_whole_tensors else (0,) for slot in layout.slots]
     return {index: nn.Parameter(torch.empty(1).expand(shape or (1,))) for index, shape in enumerate(shapes)}
+
+
+def about_this_process() -> dict[str, Any]:
+    """The versions of what runs here and the time, for the other side to compare with its own."""
+    return {
+        "weightgrad": weightgrad.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernels": str(kernels.status()),
+        "transport": TRANSPORT_VERSION,
+        "messages": MESSAGE_VERSION,
+        "admission": HANDSHAKE_VERSION,
+        "time": time.time(),
+    }
 
 
 def rank_reply(*, init_model: bool) -> bytes:

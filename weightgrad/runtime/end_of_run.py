@@ -11,6 +11,7 @@ from weightgrad.errors import CheckpointError
 from weightgrad.runtime.admission import RunConfig
 from weightgrad.runtime.final_model import write_final_model
 from weightgrad.runtime.final_state import FinalStates
+from weightgrad.runtime.roster import Roster
 from weightgrad.runtime.serve_options import ServeOptions
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import Finish, to_bytes
@@ -33,6 +34,7 @@ class EndOfRun:
         options: whether and what to write, and whether to end at all.
         transport: the connections to the sites.
         coordinator: returns the coordinator; None before there is a global model.
+        roster: the sites that may take part: those that were removed have not finished, and are not waited for.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class EndOfRun:
         options: ServeOptions,
         transport: ServerTransport,
         coordinator: Callable[[], ServerCoordinator | None],
+        roster: Roster,
     ) -> None:
+        self._roster = roster
         self._run_config, self._options, self._transport = run_config, options, transport
         self._coordinator = coordinator
         self._final_states = FinalStates(options.out, run_config.sites)
@@ -59,7 +63,7 @@ class EndOfRun:
         core = self._coordinator()
         if core is None:
             return False
-        members = core.members.by_name.values()
+        members = [one for one in core.members.by_name.values() if not self._roster.is_out(one.name)]
         finished = [member for member in members if member.done and member.name not in self.gone]
         return all(member.done or not member.live for member in members) and bool(finished)
 
@@ -113,7 +117,9 @@ class EndOfRun:
         """The sites that are lost and had not finished; one that never came is not waited for."""
         members = core.members.by_name.values()
         unfinished = [one.name for one in members if (not one.live and not one.done) or one.name in self.gone]
-        return [name for name in unfinished if core.members.by_name[name].pushed_round]
+        return [
+            name for name in unfinished if not self._roster.is_out(name) and core.members.by_name[name].pushed_round
+        ]
 
     def _say_away(self, away: list[str]) -> None:
         if not self._said_away:
@@ -141,6 +147,7 @@ class EndOfRun:
 
     def take(self, part: FinalPart, numel: int) -> None:
         """A site sends its final state, which needs time."""
+        self._final_states.sites = self._roster.names
         self._final_states.take(part, numel)
         self.finished_since = None
 
@@ -164,6 +171,7 @@ class EndOfRun:
                 quantized = self._run_config.fit(shard.layout.numel).evaluate == "quantized"
                 shared, version = None if core is None else core.buffers.mean, shard.global_model.version
                 elsewhere = shard.global_model.elsewhere
+                self._final_states.sites = self._roster.names
                 state = self._final_states.collect(
                     shard.layout, version, wanted=quantized, elsewhere=elsewhere, shared=shared
                 )

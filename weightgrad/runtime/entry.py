@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import LinkError, RefusedError, WeightGradError
 from weightgrad.event_log import EventLog
-from weightgrad.runtime import health
+from weightgrad.runtime import health, join_checks
 from weightgrad.runtime.admission import AdmissionReply, AdmissionRequest, parse_reply
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.link_monitor import LinkMonitor
@@ -100,7 +101,9 @@ class Entry:
             )
             try:
                 self._coordinator_client = self._client(self._options.address, layout.numel)
+                asked_at = time.time()
                 told = _ADMITTED + self._admitted(timeout=self._options.timeout)
+                self._say_checks(asked_at, told[1:], layout.numel)
             except WeightGradError as error:
                 self._group.bytes_from_first(f"-{error}".encode())
                 raise
@@ -108,6 +111,15 @@ class Entry:
         if told[:1] != _ADMITTED:
             raise RefusedError(f"rank 0 of this site could not join: {told[1:].decode()}")
         return parse_reply(told[1:])
+
+    def _say_checks(self, asked_at: float, reply: bytes, parameters: int) -> None:
+        """Look at what `weightgrad doctor` would, as far as it costs nothing, and write a line of it."""
+        options = self._options
+        server = parse_reply(reply).facts.get("server")
+        asked_at = max(asked_at, self._coordinator_client.asked_at if self._coordinator_client is not None else 0.0)
+        join_checks.say(
+            options.site, join_checks.join_findings(options.credentials, server, asked_at, options.state, parameters)
+        )
 
     def _admitted(self, *, timeout: float) -> bytes:
         assert self._request is not None

@@ -164,16 +164,16 @@ class FinalStates:
 
     Args:
         directory: Where the final model will be; None keeps nothing.
-        sites: The names of the sites in the order of the run.
+        sites: The names of the sites in the order of the run; one that is added comes after them.
     """
 
     def __init__(self, directory: Path | None, sites: Sequence[str]) -> None:
-        self._directory, self._sites = directory, list(sites)
+        self._directory, self.sites = directory, tuple(sites)
         self._next: dict[str, int] = {}
 
     def _path(self, site: str) -> Path:
         assert self._directory is not None
-        return self._directory / f"final-state-{self._sites.index(site)}.safetensors"
+        return self._directory / f"final-state-{self.sites.index(site)}.safetensors"
 
     def take(self, part: FinalPart, numel: int) -> None:
         """Keep a part. What a site has sent before is replaced when all parts are here.
@@ -233,7 +233,7 @@ class FinalStates:
         if self._directory is None:
             return FinalState()
         found: list[SiteFinalState] = []
-        for site in self._sites:
+        for site in self.sites:
             path = self._path(site)
             path.with_suffix(".part").unlink(missing_ok=True)
             if not path.is_file():

@@ -180,6 +180,13 @@ class SiteMetrics(MetricSet):
         self.schedule_codec = self._gauge(
             "schedule_codec", "1 for the codec of updates that the controller of auto has set, else 0.", "site", "codec"
         )
+        self.encode_seconds_total = self._counter(
+            "encode_seconds_total", "Seconds that selecting and encoding pushes has taken, on rank 0.", "site"
+        )
+        self.residual_norm = self._gauge("residual_norm", "Norm of what rank 0 has not shared yet.", "site")
+        self.round_trip_seconds = self._gauge(
+            "round_trip_seconds", "Shortest round trip to the global server lately; 0 where it is not known.", "site"
+        )
         self._codecs: set[str] = set()
         for metric in (self.step, self.connected, self.sent_bytes_total, self.received_bytes_total):
             metric.labels(site=site)  # they are exposed from the beginning, as 0
@@ -211,6 +218,15 @@ class SiteMetrics(MetricSet):
     def waited(self, seconds: float) -> None:
         """Count a wait for the global server."""
         self.waiting_seconds_total.labels(site=self.site).inc(seconds)
+
+    def encoded(self, seconds: float) -> None:
+        """Count the time of a push."""
+        self.encode_seconds_total.labels(site=self.site).inc(seconds)
+
+    def measured(self, residual: float, round_trip_s: float) -> None:
+        """Note the norm of the residual and the round trip."""
+        self.residual_norm.labels(site=self.site).set(residual)
+        self.round_trip_seconds.labels(site=self.site).set(round_trip_s)
 
     def set_connected(self, connected: bool) -> None:
         """Note whether the site is connected."""

@@ -6,7 +6,8 @@ rounds work on, and only then. Where weights have moved, the ranks that have the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -49,7 +50,7 @@ from weightgrad.runtime.site_orders import (
 from weightgrad.runtime.trained_model import TrainedModel
 from weightgrad.runtime.user_replica import UserReplica
 from weightgrad.runtime.weights_snapshot import WeightsSnapshot
-from weightgrad.wire.messages import RoundResult
+from weightgrad.wire.messages import RoundResult, Segment
 
 _SMALL_NUMEL = 1 << 22  # below it memory for pieces is kept between rounds: its page faults take longer than its use
 
@@ -213,7 +214,7 @@ class RankWork:
         snapshot = self._snapshot
         if snapshot is None or order.final or order.places or order.waits:
             gradient = self._rank_step.gradients if self._plan.shares_gradients and not order.final else None
-            self._connection.send_push(order.round, self.shard.stream_push(order, gradient))
+            self._send(order.round, self.shard.stream_push(order, gradient))
             return
         snapshot.take([piece.intervals for piece in self.shard.chosen(order)])
 
@@ -222,6 +223,13 @@ class RankWork:
             self._connection.send_push(order.round, self.shard.stream_push(order, weights=snapshot))
 
         self._background.leave(encode)
+
+    def _send(self, round_: int, segments: Iterable[Segment]) -> None:
+        """Encode a push, queue it, and note how long that took."""
+        began = time.perf_counter()
+        self._connection.send_push(round_, segments)
+        seconds, residual = time.perf_counter() - began, self.shard.residual.vector
+        self._connection.telemetry.encoded(round_, seconds, residual, self._connection.trip_s)
 
     def do(self, order: SiteOrder) -> None:
         """Do what rank 0 has decided."""

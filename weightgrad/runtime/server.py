@@ -15,6 +15,7 @@ from collections import deque
 
 from weightgrad.codecs import cost as codec_cost
 from weightgrad.core.guard import Guard
+from weightgrad.core.operation import Operation
 from weightgrad.core.optimizer_spec import AT_SITES
 from weightgrad.core.server_coordinator import ServerCoordinator
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, StrategyError, WeightGradError
@@ -24,6 +25,8 @@ from weightgrad.runtime.end_of_run import EndOfRun
 from weightgrad.runtime.first_model import FirstModel
 from weightgrad.runtime.inbox import Inbox
 from weightgrad.runtime.metrics import ServerMetrics
+from weightgrad.runtime.operator_desk import OperatorDesk, Question
+from weightgrad.runtime.roster import Roster
 from weightgrad.runtime.run_identity import RunIdentity
 from weightgrad.runtime.security.credentials import Credentials, Revoked
 from weightgrad.runtime.serve_options import ServeOptions
@@ -59,6 +62,7 @@ _FEED_S = 0.02  # between two looks at links that carry a download
 _SOCKETS_S = 2.0  # between two counts of the bytes on sockets
 _LOOK_S = 0.5  # between two looks at what has to be said or written, while messages keep coming
 _STARVED_S = 2.0  # for which messages go before a deadline that has expired
+_OPERATOR = Peer("", 0)  # whose question it is, the question knows
 _CONTROL_LIMITS = MessageLimits(max_bytes=1 << 20)
 
 
@@ -118,6 +122,7 @@ class GlobalServer:
             first_site=options.first_site,
             agree_s=options.agree_s,
             max_ranks=options.max_ranks,
+            roster=Roster(run_config.sites, options.state, run_config.bit_s),
         )
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
@@ -134,8 +139,9 @@ class GlobalServer:
         self.rounds: ServerRounds | None = None
         """The coordinator and what it does with inputs; None before there is a global model."""
         self.first_model = FirstModel(run_config, self.admission, self.process, self.group)
-        self.end = EndOfRun(run_config, options, transport, lambda: self.coordinator)
+        self.end = EndOfRun(run_config, options, transport, lambda: self.coordinator, self.admission.roster)
         self._inbox: Inbox[tuple[Peer | int, bytes | memoryview]] = Inbox()
+        self.desk = OperatorDesk(self, lambda question: self._inbox.put_control((_OPERATOR, question)))
         self._deferred: deque[tuple[Peer | int, bytes | memoryview]] = deque()  # until a round is closed
         self._workers: dict[int, Ready] = {}
         self.failed: BaseException | None = None
@@ -173,8 +179,10 @@ class GlobalServer:
         """
         try:
             self._start_processes()
+            self.desk.reconcile()
+            self.transport.answer_with(self.desk)
             self.transport.start(self)
-            log.info("waiting for %s", ", ".join(self.run_config.sites))
+            log.info("waiting for %s", ", ".join(self.admission.roster.sites))
             while not self._stopping and self.end.should_continue():
                 self._process_next()
             if self.failed is not None:
@@ -206,6 +214,7 @@ class GlobalServer:
                 self._deferred.append(found)
         version = self.coordinator.version if self.coordinator is not None else -1
         for process in sorted(self._workers):
+            self.desk.introduce(process)
             self.group.send(process, to_bytes(Resume(version=version)))
         if self.rounds is not None:
             self.rounds.close_again({process: note.version for process, note in self._workers.items()})
@@ -262,6 +271,8 @@ class GlobalServer:
             sender, data = found
             if isinstance(sender, int):
                 self._handle_note(bytes(data), self.now)
+            elif isinstance(data, Question):
+                self.desk.handle(data)
             elif isinstance(data, _HungUp):
                 self._handle_hang_up(sender, data, self.now)
             else:
@@ -404,7 +415,7 @@ class GlobalServer:
         coordinator = self.rounds.coordinator
         coordinator.first_digest, coordinator.first_norm = self.first_model.digest, self.first_model.norm
         admission.initialized = True
-        for name in self.run_config.sites:
+        for name in admission.roster.first:
             coordinator.members.join(name)
         self._snapshot(wait=True)
         for peer, data in self.process.take_early():
@@ -507,6 +518,9 @@ class GlobalServer:
                 self.rounds.wake(now)
             elif kind == Input.PROCESS:
                 self._handle_note(data, now)
+            elif kind == Input.OPERATION:
+                assert self.rounds is not None
+                self.rounds.operate(Operation.parse(data), now)
         except CheckpointError:
             raise
         except WeightGradError:
@@ -552,7 +566,7 @@ class GlobalServer:
             "healthy": self.failed is None and not (core is not None and core.stuck(self.now)),
             "version": core.version if core is not None else None,
             "step": core.step if core is not None else None,
-            "waiting_for": core.waits_for() if core is not None else list(self.run_config.sites),
+            "waiting_for": core.waits_for() if core is not None else list(self.admission.roster.sites),
             "connected": sorted({peer.site for peer, one in self.transport.sessions().items() if one.streams}),
         }
 

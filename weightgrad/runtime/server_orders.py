@@ -67,6 +67,21 @@ class Drop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Admit:
+    """Order: these sites may take part, and these certificates are revoked (`runtime/roster.py`).
+
+    Attributes:
+        roster: the facts of the roster.
+        drop: a site whose sessions are to be ended now; empty: none.
+        why: what its ranks are told.
+    """
+
+    roster: dict[str, Any]
+    drop: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finish:
     """Order: write what there is to write, and end."""
 
@@ -114,10 +129,10 @@ class Closed:
     part: ClosedPart
 
 
-Order: TypeAlias = Begin | Start | Resume | Close | Provide | Drop | Finish
+Order: TypeAlias = Begin | Start | Resume | Close | Provide | Drop | Admit | Finish
 Note: TypeAlias = Ready | Initialized | Started | Complete | Closed
 
-_ORDERS: tuple[type[Order], ...] = (Begin, Start, Resume, Close, Provide, Drop, Finish)
+_ORDERS: tuple[type[Order], ...] = (Begin, Start, Resume, Close, Provide, Drop, Admit, Finish)
 _NOTES: tuple[type[Note], ...] = (Ready, Initialized, Started, Complete, Closed)
 _KINDS: dict[str, type[Order | Note]] = {kind.__name__: kind for kind in (*_ORDERS, *_NOTES)}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weightgrad.core.operation import Operation
 from weightgrad.core.server_coordinator import Decisions, Download, ServerCoordinator, facts_of_all
 from weightgrad.core.server_shard import ClosedPart, CloseOrder
 from weightgrad.core.shared_buffers import BUFFER
@@ -142,6 +143,18 @@ class ServerRounds:
         self._pending.setdefault(key, _PendingPush(self.coordinator.version)).header = push
         self._take_if_complete(key, now)
 
+    def operate(self, operation: Operation, now: float) -> None:
+        """Do what the operator of the run asks for; it is on the disk before it has an effect.
+
+        Raises:
+            ProtocolError: it concerns a site that has never joined.
+        """
+        if operation.site:
+            self.coordinator.members.check_known(operation.site)
+        self._process.record(Input.OPERATION, now, operation.to_bytes())
+        self._process.sync()
+        self._carry_out(self.coordinator.operate(operation, now), now)
+
     def wake(self, now: float) -> None:
         """A deadline has expired."""
         self._process.record(Input.WAKE, now)
@@ -183,9 +196,10 @@ class ServerRounds:
         if self.coordinator.expects(push, out):
             parts = [pending.complete[process] for process in sorted(pending.complete)]
             size = nbytes(push) + sum(part.size for part in parts)
-            self.coordinator.receive_push(push, facts_of_all(part.facts for part in parts), size, now, out)
+            facts = facts_of_all(part.facts for part in parts)
+            self.coordinator.receive_push(push, facts, size, now, out)
             if not self._process.replaying:
-                self._telemetry.pushed(push, self.coordinator.version)
+                self._telemetry.pushed(push, self.coordinator.version, facts.squares)
         else:
             self._drop_unless_open(key)
         self._carry_out(out, now)

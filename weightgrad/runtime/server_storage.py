@@ -38,6 +38,8 @@ class Input(IntEnum):
     """A deadline has expired."""
     PROCESS = 4
     """An order or a note of another server process."""
+    OPERATION = 5
+    """What the operator of the run has asked for."""
 
 
 class ServerStorage:

@@ -17,8 +17,10 @@ from weightgrad.errors import CheckpointError, LinkError, ProtocolError, Refused
 from weightgrad.runtime.admission import rank_reply
 from weightgrad.runtime.final_model import write_final_model
 from weightgrad.runtime.inbox import Inbox
+from weightgrad.runtime.roster import Roster, RosterFacts
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import (
+    Admit,
     Begin,
     Close,
     Closed,
@@ -57,6 +59,7 @@ class ServerWorker:
         transport: the connections to the ranks; `run` starts and stops it.
         port: where it listens.
         check_peer: raises unless a peer may connect.
+        roster: the sites that may take part, which `check_peer` goes by; the coordinator changes it.
         group: the processes of the server.
         state: directory of this process's state; None keeps nothing.
         out: directory for the final global model; None writes none.
@@ -73,8 +76,9 @@ class ServerWorker:
         *,
         state: Path | None = None,
         out: Path | None = None,
+        roster: Roster | None = None,
     ) -> None:
-        self.transport, self.group = transport, group
+        self.transport, self.group, self._roster = transport, group, roster
         self._port, self._check_peer, self._out = port, check_peer, out
         self.process = ServerProcess(
             group.number, strategy_for, seed, transport, state, lambda site, size: None, lambda seconds: None
@@ -137,7 +141,7 @@ class ServerWorker:
         sender, data = found
         if isinstance(sender, int):
             order = parse(bytes(data))
-            assert isinstance(order, Begin | Start | Resume | Close | Provide | Drop | Finish)
+            assert isinstance(order, Begin | Start | Resume | Close | Provide | Drop | Admit | Finish)
             if isinstance(order, Close | Drop):
                 self.process.record(Input.PROCESS, self._clock, bytes(data))
             self._obey(order)
@@ -185,9 +189,17 @@ class ServerWorker:
             self._forget({(order.site, order.round)})
         elif isinstance(order, Provide):
             self._serving.provide(order.provision)
+        elif isinstance(order, Admit):
+            self._admit(order)
         else:
             assert isinstance(order, Close)
             self._close(order)
+
+    def _admit(self, order: Admit) -> None:
+        if self._roster is not None:
+            self._roster.facts = RosterFacts.parse(order.roster)
+        for peer in [peer for peer in self.transport.sessions() if peer.site == order.drop]:
+            self.transport.drop(peer, order.why)
 
     def _resume(self, order: Resume) -> None:
         if order.version < 0:

@@ -196,12 +196,12 @@ def check_kernels(backend: str | None = None) -> Finding:
 def check_backend(is_available: Callable[[], bool] = distributed.is_available) -> Finding:
     """Whether the ranks of a site can talk: NCCL where there are GPUs, Gloo otherwise."""
     if not is_available():
-        return _failure("ranks", "this torch was built without torch.distributed; install another build")
+        return _failure("backend", "this torch was built without torch.distributed; install another build")
     if torch.cuda.is_available() and not distributed.is_nccl_available():
-        return _warning("ranks", "there are GPUs and no NCCL: ranks of one site will use Gloo, over the host")
+        return _warning("backend", "there are GPUs and no NCCL: ranks of one site will use Gloo, over the host")
     if not distributed.is_gloo_available():
-        return _failure("ranks", "this torch has no Gloo; install another build")
-    return _ok("ranks", "NCCL and Gloo" if torch.cuda.is_available() else "Gloo; no GPU is visible")
+        return _failure("backend", "this torch has no Gloo; install another build")
+    return _ok("backend", "NCCL and Gloo" if torch.cuda.is_available() else "Gloo; no GPU is visible")
 
 
 def site_findings(
@@ -211,6 +211,8 @@ def site_findings(
     *,
     site: str | None = None,
     memory_bytes: float = 0.0,
+    room_bytes: float = 0.0,
+    more: Callable[[str, Credentials], Iterator[Finding]] | None = None,
 ) -> Iterator[Finding]:
     """Every check that applies, one after the other; what cannot work after a failure is left out.
 
@@ -220,6 +222,8 @@ def site_findings(
         state: the state directory.
         site: the site, where `credentials` has those of all.
         memory_bytes: what the plan says a rank needs; 0: not known.
+        room_bytes: what checkpoints need; 0: not known.
+        more: asks the server, where TLS to it works.
     """
     own: Credentials | None = None
     if credentials is not None:
@@ -236,10 +240,13 @@ def site_findings(
             port = check_port(server)
             yield port
             if port.level is not Level.FAILURE and (credentials is None or own is not None):
-                yield check_tls(server, own)
+                tls = check_tls(server, own)
+                yield tls
+                if tls.level is Level.OK and own is not None and more is not None:
+                    yield from more(server, own)
         yield check_proxy()
     if state is not None:
-        yield check_disk(state)
+        yield check_disk(state, room_bytes)
     yield check_memory(memory_bytes)
     yield check_kernels()
     yield check_backend()

@@ -209,7 +209,7 @@ class SiteLeader:
         downloads = coordinator.full_downloads
         self.pump(0.0)
         began, why = time.monotonic(), coordinator.blocked(connection.now)
-        first, told = why, began
+        first, told, paused = why, began, False
         if first == "stall":
             log.warning(
                 "%s stalls after step %d: the global server has been silent for more than t = %g s; the workers get "
@@ -219,6 +219,9 @@ class SiteLeader:
         if why is not None and self._work.pushing:
             self._order(Wait())  # which ends the push on every rank: what is waited for may need it
         while why is not None:
+            if why == "paused" and not paused:
+                paused = True
+                log.warning("%s is paused by the operator, after step %d", coordinator.name, coordinator.progress.step)
             self.pump(_POLL_S)
             connection.telemetry.says_waiting(time.monotonic() - began)
             if self._progress is not None:
@@ -230,7 +233,7 @@ class SiteLeader:
         if first is not None:
             seconds = time.monotonic() - began
             self.waited += seconds
-            connection.telemetry.waited_for_server(coordinator.progress.step, seconds, first)
+            connection.telemetry.waited_for_server(coordinator.progress.step, seconds, "paused" if paused else first)
         connection.telemetry.metrics.update(coordinator)
         if coordinator.full_downloads != downloads:
             connection.telemetry.downloaded(coordinator.version, exact=coordinator.exact)

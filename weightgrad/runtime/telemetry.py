@@ -13,14 +13,18 @@ a round waits for a site               "round N has waited ..."    "SITE waits f
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from weightgrad.core.open_round import ClosedRound
 from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
+from weightgrad.kernels.moments import moments
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
 from weightgrad.runtime.one_line import OneLine
 from weightgrad.runtime.seldom_actions import SeldomActions
@@ -32,6 +36,8 @@ server_log = logging.getLogger("weightgrad.serve")
 server_log.addFilter(OneLine())
 site_log = logging.getLogger("weightgrad")
 
+_NORMS_ROUNDS = 64  # a push that is so late has been dropped
+_MEASURE_S = 2.0  # between two looks at the residual: each reads all of it
 _LONG_WAIT_S = 5.0  # of a site for the others, from which on it is told
 SERVER = "the global server"
 
@@ -43,9 +49,15 @@ class Telemetry:
         self._events, self.metrics = events, metrics
         self._began = time.monotonic()
         self._away: set[str] = set()  # sites whose connection was lost, or closed
+        self._norms: dict[tuple[str, int], float] = {}  # of pushes whose rounds have not closed
         self._opened: dict[int, float] = {}  # when the first push of an open round came
         self._full = False  # the event log could not be written
         self._lines = SeldomActions(per_s=1.0, burst=20)  # of what strangers and single sites can cause
+
+    @property
+    def away(self) -> frozenset[str]:
+        """The sites whose connection was lost, or closed."""
+        return frozenset(self._away)
 
     @property
     def now(self) -> float:
@@ -76,8 +88,9 @@ class Telemetry:
         """Count a message to a site."""
         self.metrics.down_bytes_total.labels(site=site).inc(size)
 
-    def pushed(self, push: Push, version: int) -> None:
-        """Note a push that came while the global model had this version."""
+    def pushed(self, push: Push, version: int, squares: float = math.nan) -> None:
+        """Note a push that came while the global model had this version, and the sum of the squares of its values."""
+        self._norms[push.site, push.round] = math.sqrt(squares) if squares >= 0 else math.nan
         self.metrics.updates_total.labels(site=push.site).inc()
         self.metrics.site_step.labels(site=push.site).set(push.step)
         self.metrics.site_staleness_versions.labels(site=push.site).set(version - push.seen)
@@ -161,7 +174,10 @@ class Telemetry:
             seconds,
             closed.digest,
         )
-        self.write("round", **closed.to_dict())
+        norms = {site: self._norms.pop((site, number), math.nan) for site, number in closed.pushes}
+        self._norms = {key: norm for key, norm in self._norms.items() if key[1] > result.round - _NORMS_ROUNDS}
+        known = {site: float(f"{norm:.6g}") for site, norm in norms.items() if math.isfinite(norm)}
+        self.write("round", **closed.to_dict(), norms=known)
         if closed.decision is not None:
             schedule = closed.decision.schedule
             server_log.info(
@@ -183,6 +199,11 @@ class Telemetry:
         for line in rounds:
             if line["version"] not in written:
                 self.write("round", **line)
+
+    def operated(self, who: str, what: str, site: str) -> None:
+        """Note what an operator has had done."""
+        server_log.warning("%s: %s%s", who, what, f" {site}" if site else "")
+        self.write("operator", who=who, what=what, where=[site] if site else [])
 
     def refused_update(self, site: str, why: str) -> None:
         """Note that a message of a site was refused."""
@@ -212,6 +233,7 @@ class SiteTelemetry:
     def __init__(self, site: str, events: EventLog | None) -> None:
         self.metrics, self._events = SiteMetrics(site), events
         self._site, self._began = site, time.monotonic()
+        self._measured_at = -math.inf
         self.without: Sequence[str] = ()
         self.waiting: Waiting | None = None
         self.waits: Counter[str] = Counter()
@@ -234,10 +256,36 @@ class SiteTelemetry:
         """Count a message."""
         self.metrics.traffic(received=size)
 
+    def encoded(self, round_: int, seconds: float, residual: Tensor | None, trip_s: float) -> None:
+        """Note that a push was made and queued.
+
+        Args:
+            round_: of the push.
+            seconds: that selecting and encoding took, on this rank.
+            residual: what this rank has left behind, whose norm is taken now and then; None: nothing.
+            trip_s: the shortest round trip to the server seen lately; 0: not known.
+        """
+        self.metrics.encoded(seconds)
+        if self._events is None or self.now - self._measured_at < _MEASURE_S:
+            return
+        self._measured_at = self.now
+        on_host = residual is not None and residual.device.type == "cpu"  # a device would have to be waited for
+        norm = math.sqrt(moments(residual).squares) if residual is not None and on_host else 0.0
+        self.metrics.measured(norm, trip_s)
+        facts = {
+            "round": round_,
+            "seconds": round(seconds, 6),
+            "residual": norm,
+            "trip_seconds": round(trip_s, 6) or None,
+        }
+        self._events.write("encoded", self.now, **facts)
+
     def waited_for_server(self, step: int, seconds: float, why: str) -> None:
         """Count a wait of the training loop, and say so if it was a long one."""
         self.metrics.waited(seconds)
-        if seconds >= _LONG_WAIT_S and why != "joining":
+        if why == "paused":
+            site_log.info("%s: the run goes on after a pause of %.0f s", self._site, seconds)
+        elif seconds >= _LONG_WAIT_S and why != "joining":
             without = f"; the round has closed without {', '.join(self.without)}" if self.without else ""
             whom = ", ".join(self._said_waiting[1]) if self._said_waiting is not None else "the other sites"
             site_log.warning("%s waited %.0f s for %s (%s)%s", self._site, seconds, whom, why, without)

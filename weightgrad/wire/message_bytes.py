@@ -61,6 +61,7 @@ from weightgrad.wire.message_header import (
     FINAL,
     LAST,
     OPTIONS,
+    PAUSED,
     RATE,
     REPORT,
     SCHEDULE,
@@ -76,6 +77,7 @@ from weightgrad.wire.messages import (
     Leave,
     Message,
     ModelPart,
+    Pause,
     Push,
     PushPart,
     RelayedPush,
@@ -163,6 +165,8 @@ def to_buffers(message: Message) -> list[bytes | memoryview]:
         case Waiting():
             numbers = (message.round, message.seconds, len(message.missing))
             return [_head(Waiting, *numbers), _included_bytes(message.missing)]
+        case Pause():
+            return [_head(Pause, flags=PAUSED * message.paused)]
         case Leave():
             return [_head(Leave, site=message.site)]
         case FinalPart():

@@ -20,6 +20,7 @@ from weightgrad.wire.messages import (
     Leave,
     Message,
     ModelPart,
+    Pause,
     Push,
     PushPart,
     ResultPart,
@@ -44,6 +45,7 @@ SCHEDULE = 4  # flag of a RoundResult or a JoinReply
 APPROXIMATE = 8  # flag of a JoinReply
 BUFFERS = 8  # flag of a Push or a RoundResult
 OPTIONS = 16  # flag of a Push or a RoundResult
+PAUSED = 1  # flag of a Pause
 
 _FIELDS = struct.Struct("<4sBBBB5II")
 _NUMBERS = 5
@@ -78,6 +80,7 @@ _KINDS: dict[type[Message], _Kind] = {
     Holding: _Kind(11, ("rank", "ranks", "epoch"), named=True, counts=True),
     FinalPart: _Kind(12, ("place", "parts"), named=True, counts=True),
     Waiting: _Kind(13, ("round", "seconds", "len(missing)")),
+    Pause: _Kind(14, flags=PAUSED),
 }
 _CONTROL = frozenset((*range(1, 8), 12, 13))
 _TYPES = {kind.number: type_ for type_, kind in _KINDS.items()}

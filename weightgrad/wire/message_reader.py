@@ -37,6 +37,7 @@ from weightgrad.wire.message_header import (
     LAST,
     MAX_NAME_BYTES,
     OPTIONS,
+    PAUSED,
     RATE,
     REPORT,
     SCHEDULE,
@@ -58,6 +59,7 @@ from weightgrad.wire.messages import (
     Leave,
     Message,
     ModelPart,
+    Pause,
     Push,
     PushPart,
     RelayedPush,
@@ -125,6 +127,8 @@ class MessageReader:
         if head.kind is Waiting:
             round_, seconds, sites = head.numbers
             return Waiting(round=round_, seconds=seconds, missing=self._included(sites))
+        if head.kind is Pause:
+            return Pause(paused=bool(head.flags & PAUSED))
         if head.kind is RoundResult:
             return self._result(head)
         if head.kind is JoinReply:

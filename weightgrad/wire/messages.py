@@ -308,6 +308,13 @@ class ServerRestarted:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Pause:
+    """Server to site: the operator pauses the run, or lets it go on; the site trains on when it goes on."""
+
+    paused: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Leave:
     """Site to server: do not wait for this site any more."""
 
@@ -333,7 +340,7 @@ class FinalPart:
 
 
 Control: TypeAlias = (
-    Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | FinalPart | Waiting
+    Push | RoundRequest | RoundResult | Join | JoinReply | ServerRestarted | Leave | FinalPart | Waiting | Pause
 )
 """Messages between the coordinators; they are small and never wait behind bulk. A FinalPart is a piece of a file, and
 a control message because the Leave must not overtake it."""

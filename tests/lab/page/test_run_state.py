@@ -142,3 +142,70 @@ def test_logs_of_sites_are_named_by_their_directory(tmp_path: Path) -> None:
         with EventLog(tmp_path / "state" / name / "events.jsonl") as log:
             log.write("step", 1.0, step=1)
     assert [source for source, _ in RunReader(tmp_path).new_events()] == ["virginia"]
+
+
+def test_what_is_sent_and_what_stays_behind() -> None:
+    found = state(
+        ("virginia", {"kind": "encoded", "t": 1.0, "round": 1, "seconds": 0.02, "residual": 4.0, "trip_seconds": 0.08}),
+        round_(2.0, 1, [["virginia", 1], ["edge-1", 1]], norms={"virginia": 3.0}),
+    )
+    virginia, edge, _ = found.view()["sites"]
+    assert (virginia["encode_seconds"], virginia["residual"], virginia["push_norm"]) == (0.02, 4.0, 3.0)
+    assert virginia["left_behind"] == pytest.approx(0.8)
+    assert virginia["trip_seconds"] == 0.08
+    assert edge["left_behind"] is None
+
+
+def test_what_the_operator_does_is_told() -> None:
+    def did(t: float, what: str, *where: str) -> tuple[str, dict[str, Any]]:
+        return "", {"kind": "operator", "t": t, "who": "weightgrad operator ann", "what": what, "where": list(where)}
+
+    found = state(round_(1.0, 1, [["virginia", 1]]), did(2.0, "pause"), did(2.5, "set-aside", "edge-1"))
+    assert found.view()["status"] == "paused"
+    assert found.view()["faults"][0]["what"] == "weightgrad operator ann: set-aside edge-1"
+    assert found.view()["sites"][1]["aside"]
+    for line in (
+        did(3.0, "resume"),
+        did(3.0, "take-back", "edge-1"),
+        did(4.0, "remove", "edge-2"),
+        did(5.0, "add", "x"),
+    ):
+        found.add(*line)
+    view = found.view()
+    assert view["status"] == "running"
+    sites = {site["name"]: site for site in view["sites"]}
+    assert (sites["edge-1"]["aside"], sites["edge-2"]["removed"], sites["x"]["removed"]) == (False, True, False)
+
+
+def test_who_is_waited_for_and_how_long() -> None:
+    found = state(
+        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 200}),
+        ("edge-1", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 100}),
+        round_(1.0, 1, [["virginia", 1], ["edge-1", 1]]),
+        ("virginia", {"kind": "push", "t": 2.0, "round": 2, "step": 2, "bytes": 200}),
+        ("edge-1", {"kind": "push", "t": 5.0, "round": 2, "step": 2, "bytes": 100}),
+        round_(5.0, 2, [["virginia", 2], ["edge-1", 2]]),
+    )
+    assert found.sites["edge-1"].margin_seconds == pytest.approx(3.0)
+
+
+def test_a_finished_run_says_what_a_live_one_said(tmp_path: Path) -> None:
+    """Its logs are there at once: that of the server must not be read before those of the sites."""
+    for name, at in (("virginia", 1.0), ("edge-1", 3.0)):
+        (tmp_path / "state" / name).mkdir(parents=True)
+        with EventLog(tmp_path / "state" / name / "events.jsonl") as log:
+            for number in (1, 2):
+                log.write("push", at + number, round=number, step=number, bytes=100)
+                log.write("step", at + number, site=name, step=number, loss=1.0)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for number in (1, 2):
+            facts = {"version": number, "step": number, "senders": ["edge-1", "virginia"], "up_bytes": 200}
+            pushes = [["edge-1", number], ["virginia", number]]
+            log.write("round", 10.0 + number, **facts, pushes=pushes, down_bytes=50)
+    found = RunState(RECIPE, "run")
+    for source, event in RunReader(tmp_path).new_events():
+        found.add(source, event)
+    view = found.view()
+    assert [site["site"] for site in view["timeline"]["sites"]] == ["virginia", "edge-1"]
+    assert view["up_bytes"] == 400, "each push is counted once"
+    assert view["last_round"]["late"] is not None

@@ -28,7 +28,7 @@ def scenario(recipe: Recipe) -> Scenario:
     return of_recipe(recipe, Training(recipe).layout, {})
 
 
-@pytest.mark.parametrize("name", ["baseline", "qsgd", "diloco", "streaming", "auto"])
+@pytest.mark.parametrize("name", ["baseline", "qsgd", "ahead", "diloco", "streaming", "auto"])
 def test_time_and_bytes_are_the_simulators(name: str, recipe: Recipe, scenario: Scenario, tmp_path: Path) -> None:
     run = simulate(recipe.with_settings([f"strategy={name}"]), tmp_path)
     found = predict(scenario, strategies.find(name))

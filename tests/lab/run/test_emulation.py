@@ -8,9 +8,13 @@ import pytest
 
 from weightgrad import event_log
 from weightgrad.errors import ModelFileError, RecipeError, RunError
+from weightgrad.lab.plan.prediction import predict
+from weightgrad.lab.plan.scenario import of_recipe
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run import emulation, host_commands
 from weightgrad.lab.run.fault_schedule import FaultAction, fault_actions
+from weightgrad.lab.run.simulation import chosen_strategy
+from weightgrad.lab.run.task import Training
 from weightgrad.lab.run.validation import check_prediction, measure_timing, same_model, with_links, with_workers
 
 RECIPE = """
@@ -48,6 +52,9 @@ def test_a_kill_and_a_cut_on_the_way(tmp_path: Path) -> None:
     assert found.models_equal
     assert found.simulated.bytes == found.emulated.bytes
     assert found.emulated.step_s > 0
+    planned = predict(of_recipe(recipe(), Training(recipe()).layout, {}), chosen_strategy(recipe()))
+    sent = sum(up + 2 * down for up, down in found.emulated.bytes)
+    assert planned.wan_bytes == pytest.approx(sent, rel=0.02), "weightgrad plan knew it"
     lines = {entry["kind"]: entry for entry in event_log.read(tmp_path / "events.jsonl")}
     assert {"round", "evaluate", "network"} <= lines.keys()
     passed = {(pair["from"], pair["to"]): pair["bytes"] for pair in lines["network"]["pairs"]}

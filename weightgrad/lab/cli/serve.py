@@ -129,7 +129,10 @@ def serve(
         revoked = Revoked(found.directory / "revoked.txt") if found is not None else None
         checks = Admission(config, secure=found is not None, revoked=revoked, on_refused=lambda reason: None)
         server = ServerWorker(
-            config.strategy_for, config.seed, transport, transport.port, checks.check_peer, group, state=own, out=out
+            *(config.strategy_for, config.seed, transport, transport.port, checks.check_peer, group),
+            state=own,
+            out=out,
+            roster=checks.roster,
         )
     else:
         options = ServeOptions(

@@ -94,10 +94,11 @@ function tree(d) {
     const [x, y] = places[i], down = (s.cut || s.connected === false) && !s.finished, w = Math.min(cell - 12, 200);
     shape(svg, "rect", { x: x - w / 2, y: y - 26, width: w, height: 84, rx: 12, class: "node" + (down ? " bad" : "") });
     shape(svg, "text", { x, y: y - 8, "text-anchor": "middle" }, s.name);
-    const state = s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
+    const state = s.removed ? "removed" : s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
     shape(svg, "text", { x, y: y + 8, "text-anchor": "middle", class: down ? "soft bad" : "soft" }, state);
     shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
-    const trip = s.delay_seconds === null || s.delay_seconds === undefined ? "" : `trip ${seconds(2 * s.delay_seconds)}`;
+    const known = s.delay_seconds === null || s.delay_seconds === undefined ? null : 2 * s.delay_seconds;
+    const trip = s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : known === null ? "" : `trip ${seconds(known)}`;
     const lost = s.loss_rate ? `, loss ${percent(s.loss_rate)}` : "";
     const cuts = s.cuts ? `, ${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : "";
     shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, `${rate(s.bandwidth_bit_s)} ${trip}${lost}${cuts}`);
@@ -158,13 +159,21 @@ function timeline(d) {
 }
 
 function sites(d) {
-  const heads = ["site", "step", "loss", "waiting, last minute", "waited", "last to come", "up", "down", "exchange", "state"];
+  const heads = ["site", "step", "loss", "waiting, last minute", "waited", "last to come", "others waited for it", "up", "down", "exchange", "state"];
   table("sites", heads, d.sites.map((s) => {
     const down = (s.cut || s.connected === false) && !s.finished;
-    const state = element("td", s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
+    const state = element("td", s.removed ? "removed" : s.aside ? "set aside" : s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
     return [s.name, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
-      s.rounds ? `${s.last_of} of ${s.rounds}` : "–", bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds), state];
+      s.rounds ? `${s.last_of} of ${s.rounds}` : "–", seconds(s.margin_seconds), bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds), state];
   }));
+}
+
+function compression(d) {
+  const rows = d.sites.filter((s) => s.encode_seconds !== null || s.push_norm !== null);
+  if (!rows.length) return by("compression").replaceChildren(element("caption", "nothing yet", "none"));
+  const heads = ["site", "encoding a push", "size of a push", "size of the residual", "stays behind", "round trip"];
+  table("compression", heads, rows.map((s) => [s.name, seconds(s.encode_seconds), number(s.push_norm, 3), number(s.residual, 3),
+    percent(s.left_behind), seconds(s.trip_seconds)]));
 }
 
 function items(id, rows, none) {
@@ -183,12 +192,12 @@ function show(d) {
   by("status").className = "pill " + d.status;
   const size = d.parameters ? `, ${d.parameters.toLocaleString("en")} parameters` : "";
   by("lead").textContent = `${d.strategy}${size}, ${d.sites.length} sites, global server ${d.server}`;
-  tiles(d); tree(d); timeline(d); sites(d);
+  tiles(d); tree(d); timeline(d); sites(d); compression(d);
   curve("loss", d.loss, (v) => number(v, 3), "loss by step");
   curve("accuracy", { accuracy: d.accuracy }, percent, "accuracy by step", [0, 1]);
   items("decisions", d.decisions.map((x) => [`a round every ${x.every} steps, ${x.up} up, ${x.down} down, ${x.overlap} steps late`,
     `${seconds(x.t)}: ${x.why}`]), d.strategy === "auto" ? "nothing yet" : "this strategy is fixed");
-  items("faults", d.faults.map((x) => [x.what, seconds(x.t), x.kind === "fault" ? "bad" : "good"]), "none");
+  items("faults", d.faults.map((x) => [x.what, seconds(x.t), x.kind === "fault" ? "bad" : x.kind === "operator" ? "operator" : "good"]), "none");
   table("processes", ["process", "memory", "CPU"], d.processes.map((p) => [p.name, bytes(p.memory_bytes), percent(p.cpu)]));
   if (!d.processes.length) by("processes").replaceChildren();
   table("certificates", ["whose", "days left"], d.certificates.map((c) => [c.who, element("td", String(c.days), c.days < 14 ? "bad" : c.days < 30 ? "warn" : "")]));

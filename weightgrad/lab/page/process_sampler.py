@@ -68,9 +68,10 @@ def processes(own: str) -> list[tuple[int, str]]:
         mine |= more
         grown = bool(more)
     found, counted = [(os.getpid(), own)], dict[str, int]()
-    for pid in sorted(mine - {os.getpid()}):
-        name = _name(pid)
-        if name is not None:
+    named = {pid: name for pid in sorted(mine - {os.getpid()}) if (name := _name(pid)) is not None}
+    starters = {parents[pid] for pid, name in named.items() if named.get(parents[pid]) == name}
+    for pid, name in named.items():
+        if pid not in starters:  # which only started another, such as a shell in a network namespace
             number = counted.get(name, 0)
             counted[name] = number + 1
             found.append((pid, f"{name} {number}" if number else name))

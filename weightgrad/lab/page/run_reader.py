@@ -28,13 +28,13 @@ class RunReader:
         self._read: dict[Path, int] = {}
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """The logs that are there now, the server's first."""
-        yield SERVER, self.directory / "events.jsonl"
-        yield SERVER, self.directory / PROCESSES
-        yield SERVER, self.directory / FAULTS
+        """The logs that are there now; those of the sites first, so that pushes are known when their rounds close."""
         for path in sorted((self.directory / "state").glob("*/events.jsonl")):
             if path.parent.name != "server":
                 yield path.parent.name, path
+        yield SERVER, self.directory / "events.jsonl"
+        yield SERVER, self.directory / PROCESSES
+        yield SERVER, self.directory / FAULTS
 
     def restarted(self) -> bool:
         """Whether a log has become shorter since it was read; then everything is read again."""

@@ -34,12 +34,19 @@ class SiteView:
     loss: float | None = None
     connected: bool | None = None
     finished: bool = False
+    removed: bool = False  # or its certificate revoked
+    aside: bool = False
     cut: bool = False
     waiting_seconds: float = 0.0
     up_bytes: float = 0.0
     down_bytes: float = 0.0
     rounds: int = 0
     last_of: int = 0  # rounds that waited for this site longest
+    encode_seconds: float | None = None  # of the last push that was measured
+    residual: float | None = None  # its norm, then
+    norm: float | None = None  # of the last push
+    trip_seconds: float | None = None
+    margin_seconds: float = 0.0  # that the others have waited for this site, as far as pushes tell
     offset: float | None = None  # added to the site's clock, gives the server's
     steps: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     waits: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -150,9 +157,26 @@ class RunState:
         while len(site.pushes) > _KEPT:
             del site.pushes[next(iter(site.pushes))]
 
+    def _on_encoded(self, source: str, t: float, event: Event) -> None:
+        del t
+        site = self._site(source or event["site"])
+        site.encode_seconds, site.residual = float(event["seconds"]), float(event["residual"])
+        site.trip_seconds = event.get("trip_seconds")
+
+    def _on_operator(self, source: str, t: float, event: Event) -> None:
+        del source
+        what, where = str(event.get("what", "")), [str(name) for name in event.get("where", ())]
+        self._tell(t, f"{event.get('who', 'the operator')}: {' '.join([what, *where])}", "operator", where)
+        if what in ("pause", "resume"):
+            self.status = "paused" if what == "pause" else "running"
+        for name in where:
+            site = self._site(name)
+            site.removed = what in ("remove", "revoke") or (site.removed and what != "add")
+            site.aside = what == "set-aside" or (site.aside and what != "take-back")
+
     def _on_round(self, source: str, t: float, event: Event) -> None:
         del source
-        self.status = "running"
+        self.status = "paused" if self.status == "paused" else "running"
         self.round_count += 1
         self.version = max(self.version, int(event["version"]))
         pushes = {str(name): int(number) for name, number in event.get("pushes", ())}
@@ -160,12 +184,13 @@ class RunState:
         for name, number in pushes.items():
             site = self._site(name)
             site.rounds += 1
-            site.connected = True
+            site.connected, site.removed = True, False
+            site.norm = (event.get("norms") or {}).get(name, site.norm)
             sent = site.pushes.get(number)
             if sent is not None:
                 site.offset = t - sent[0] if site.offset is None else min(site.offset, t - sent[0])
                 arrivals[name] = site.at(sent[0])
-            else:
+            elif not site.pushes:  # its own log is not here
                 site.up_bytes += event["up_bytes"] / max(1, len(pushes))
                 site.moved.append((t, event["up_bytes"] / max(1, len(pushes)), 0.0))
         for site in self.sites.values():
@@ -174,6 +199,7 @@ class RunState:
         late = max(arrivals, key=lambda name: arrivals[name]) if len(arrivals) > 1 else None
         if late is not None:
             self.sites[late].last_of += 1
+            self.sites[late].margin_seconds += max(arrivals.values()) - sorted(arrivals.values())[-2]
         self.rounds.append(
             {
                 "t": t,
@@ -310,6 +336,14 @@ class RunState:
             "down_bit_s": 8 * sum(moved[2] for moved in recent) / seconds,
             "exchange_seconds": self._exchange(site),
             "last_of": site.last_of,
+            "margin_seconds": site.margin_seconds,
+            "removed": site.removed,
+            "aside": site.aside,
+            "encode_seconds": site.encode_seconds,
+            "residual": site.residual,
+            "push_norm": site.norm,
+            "left_behind": _left_behind(site.residual, site.norm),
+            "trip_seconds": site.trip_seconds,
             "rounds": site.rounds,
             "bandwidth_bit_s": link.get("bandwidth"),
             "delay_seconds": link.get("delay"),
@@ -350,6 +384,13 @@ class RunState:
             pushes = [[t, next((c for c in closed if c >= t), self.now), n, b] for t, n, b in pushed]
             found.append({"site": site.name, "steps": steps[-300:], "waits": waits[-300:], "pushes": pushes[-200:]})
         return {"start": max(0.0, start), "end": self.now, "sites": found}
+
+
+def _left_behind(residual: float | None, push: float | None) -> float | None:
+    """The share of an update that a push leaves in the residual, as lengths of vectors at right angles."""
+    if residual is None or push is None or not residual + push:
+        return None
+    return residual / math.hypot(residual, push)
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

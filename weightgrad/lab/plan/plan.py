@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from weightgrad.core import parts
 from weightgrad.core.controller import Decision
 from weightgrad.core.strategies import Strategy
+from weightgrad.core.triggers import Significance
 from weightgrad.lab.plan.decision import auto_decision
 from weightgrad.lab.plan.devices import Device
 from weightgrad.lab.plan.memory import WorkerMemory, server_bytes, worker_memory
@@ -209,4 +211,6 @@ def make_plan(
 
 
 def _depends_on_data(strategy: Strategy) -> bool:
+    if isinstance(parts.parse("trigger", strategy.trigger), Significance):
+        return True
     return any(part in f"{strategy.selector} {strategy.down_selector}" for part in DATA_DEPENDENT)

@@ -28,6 +28,7 @@ from weightgrad.lab.sim.task import Task
 
 _ROUNDS = 6  # of the second half of what is played through, at least
 _LEAST_STEPS = 24
+_SETTLE_STEPS = 4  # after a warm start, and for each step that a result is late
 _MOST_STEPS = 640
 _DAY = 86400.0
 
@@ -200,7 +201,9 @@ def steps_to_play(strategy: Strategy) -> int:
     elif isinstance(trigger, Scheduled):
         every = trigger.steps * 4 if strategy.auto is not None else trigger.steps
     warm = max(_warm_up(strategy.wan_codec(way)) for way in ("up", "down"))
-    wanted = max(_LEAST_STEPS, 2 * warm, 2 * _ROUNDS * every)
+    # The result of the last push of a warm start comes after it, and a line that is used all the time fills its queues.
+    settled = warm + _SETTLE_STEPS + _SETTLE_STEPS * max(strategy.overlap, strategy.hide)
+    wanted = max(_LEAST_STEPS, 2 * settled, 2 * _ROUNDS * every)
     limit = max(_MOST_STEPS, 4 * every)
     return min(wanted, limit)
 

@@ -240,10 +240,12 @@ class Emulation:
             self._set_rate(action)
 
     def _write_fault(self, action: FaultAction) -> None:
-        """Note a fault beside the event log, by the server's clock as far as its last line tells it."""
-        known = launch.read_events(self.out / "events.jsonl")
+        """Note a fault beside the event log, by the server's clock: its last line, and the time since then."""
+        log = self.out / "events.jsonl"
+        known = launch.read_events(log)
+        now = known[-1]["t"] + max(0.0, time.time() - log.stat().st_mtime) if known else 0.0
         with event_log.EventLog(self.out / "faults.jsonl", append=True) as faults:
-            faults.write("fault", known[-1]["t"] if known else 0.0, what=action.what, where=list(action.where))
+            faults.write("fault", now, what=action.what, where=list(action.where))
 
     def _set_rate(self, action: FaultAction) -> None:
         where, slow = action.where, self._slow.setdefault(action.where, [])

@@ -5,6 +5,7 @@ One directory holds everything; each machine needs one subdirectory of it:
     DIR/ca.pem, ca-key.pem                         the certificate authority (CA); its key stays here, offline
     DIR/server/{ca,cert,key}.pem, revoked.txt      for the global server
     DIR/sites/NAME/{ca,cert,key}.pem               for the site NAME, which is also its certificate's common name
+    DIR/operators/NAME/{ca,cert,key}.pem           for a person who may change a run (`weightgrad sites`, `run`)
 
 Keys are EC P-256. A certificate is valid for one direction only (extended key usage, RFC 5280), so a site
 cannot pose as the global server. Revocation is a list of serial numbers that the server reads, not a CRL: gRPC
@@ -40,11 +41,16 @@ from weightgrad.runtime.security.pem import (
     write,
 )
 from weightgrad.runtime.security.pem import (
+    operators as operators,
+)
+from weightgrad.runtime.security.pem import (
     sites as sites,
 )
 
 # No site can have this name, because it has spaces.
 SERVER_SUBJECT = "weightgrad global server"
+OPERATOR_SUBJECT = "weightgrad operator "
+"""The common name of an operator begins so. It has spaces, too."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 # The clocks of two data centers may differ.
 CLOCK_SKEW = timedelta(hours=1)
@@ -112,16 +118,37 @@ def add_site(directory: Path, name: str, *, renew: bool = False, days: int = 825
     _issue(_Authority.load(directory), directory / "sites" / name, name, days)
 
 
+def add_operator(directory: Path, name: str, *, renew: bool = False, days: int = 825) -> None:
+    """Make a certificate for an operator or, with `renew`, a new key and certificate for an existing one.
+
+    Raises:
+        CredentialsError: the operator exists and `renew` is not set, or the other way round.
+    """
+    check_site(name)
+    there = operators(directory)
+    if name in there and not renew:
+        raise CredentialsError(f"operator {name} exists in {directory}; wanted a new name; give --renew to replace it")
+    if renew and name not in there:
+        raise CredentialsError(f"no operator {name} to renew in {directory}; there are: {', '.join(there) or 'none'}")
+    _issue(_Authority.load(directory), directory / "operators" / name, OPERATOR_SUBJECT + name, days)
+
+
+def is_operator(name: str | None) -> bool:
+    """Whether the common name of a certificate is that of an operator."""
+    return name is not None and name.startswith(OPERATOR_SUBJECT)
+
+
 def renew_server(directory: Path, names: Sequence[str], *, days: int = 825) -> None:
     """Make a new key and certificate for the global server with these DNS names and IP addresses."""
     _issue(_Authority.load(directory), directory / "server", SERVER_SUBJECT, days, alternative_names(names))
 
 
-def revoke(directory: Path, name: str) -> int:
-    """Add the serial number of the site's current certificate to the server's list, and return it."""
-    if name not in (there := sites(directory)):
-        raise CredentialsError(f"no site {name!r} in {directory}; there are: {', '.join(there) or 'none'}")
-    pem = read(directory / "sites" / name / "cert.pem")
+def revoke(directory: Path, name: str, *, operator: bool = False) -> int:
+    """Add the serial number of a site's or an operator's current certificate to the server's list, and return it."""
+    kind, there = ("operator", operators(directory)) if operator else ("site", sites(directory))
+    if name not in there:
+        raise CredentialsError(f"no {kind} {name!r} in {directory}; there are: {', '.join(there) or 'none'}")
+    pem = read(directory / f"{kind}s" / name / "cert.pem")
     serial, path = serial_of(pem), directory / "server" / "revoked.txt"
     if not Revoked(path).has(serial):
         lines = path.read_bytes()

@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from weightgrad.errors import CredentialsError
-from weightgrad.runtime.security.pem import MAKE, check_site, parse, parse_key, read, sites, utc, utc_now
+from weightgrad.runtime.security.pem import MAKE, check_site, operators, parse, parse_key, read, sites, utc, utc_now
 
 if TYPE_CHECKING:
     import grpc
@@ -63,7 +63,28 @@ class Credentials:
         Raises:
             CredentialsError: something is missing, expired, of somebody else, or does not fit together.
         """
-        directory = _place(path, site, server)
+        return cls._load(_place(path, site, server), site, server)
+
+    @classmethod
+    def load_operator(cls, path: Path, name: str | None = None) -> Credentials:
+        """Load and check the certificates of an operator.
+
+        Args:
+            path: the operator's own directory, or the directory of all machines.
+            name: the operator; needed where the directory of all machines has several.
+
+        Raises:
+            CredentialsError: something is missing, expired, of somebody else, or does not fit together.
+        """
+        there = operators(path)
+        if not (path / "cert.pem").exists() and there:
+            if name is None and len(there) > 1:
+                raise CredentialsError(f"{path} has several operators; say which: {', '.join(there)}")
+            path = path / "operators" / (name or there[0])
+        return cls._load(_place(path, None, False), None, False)
+
+    @classmethod
+    def _load(cls, directory: Path, site: str | None, server: bool) -> Credentials:
         ca, pem = read(directory / "ca.pem"), read(directory / "cert.pem")
         key = read(directory / "key.pem", private=True, mounted=True)
         certificate, where = parse(pem, directory / "cert.pem"), directory / "cert.pem"

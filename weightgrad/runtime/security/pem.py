@@ -25,6 +25,11 @@ def sites(directory: Path) -> list[str]:
     return sorted(path.parent.name for path in (directory / "sites").glob("*/cert.pem"))
 
 
+def operators(directory: Path) -> list[str]:
+    """The operators that have a certificate in `directory`, sorted."""
+    return sorted(path.parent.name for path in (directory / "operators").glob("*/cert.pem"))
+
+
 def check_site(name: str) -> None:
     """Check that a site can have this name, which becomes a directory and a common name."""
     if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name):

@@ -21,6 +21,8 @@ from weightgrad.runtime.transport.transport import Data, Traffic
 SERVICE = "weightgrad.Transport"
 ENTER = f"/{SERVICE}/Enter"
 STREAM = f"/{SERVICE}/Stream"
+ASK = f"/{SERVICE}/Ask"
+MEASURE = f"/{SERVICE}/Measure"
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 Options: TypeAlias = list[tuple[str, int | str]]

@@ -86,6 +86,12 @@ class ConnectionGate:
         with self._lock:
             self._proven.add(peer)
 
+    def doubt(self, peer: str) -> None:
+        """A session at the endpoint was ended: it has the time of a handshake to prove itself anew."""
+        with self._lock:
+            self._proven.discard(peer)
+            self._since[peer] = time.monotonic()
+
     def _watch(self) -> None:
         while not self._stopping.wait(_LOOK_S):
             try:

@@ -132,6 +132,8 @@ class GrpcClient(ClientTransport):
         self._session: _Session | None = None
         self._round_trip_s = 0.0
         self._closed = False
+        self.asked_at = 0.0
+        """When the server was last asked to admit this rank, by the clock of this machine."""
 
     def enter(self, request: bytes, timeout: float) -> bytes:
         """See `ClientTransport.enter`."""
@@ -141,6 +143,7 @@ class GrpcClient(ClientTransport):
         until, retry = time.monotonic() + timeout, _FIRST_RETRY_S
         while True:
             left = until - time.monotonic()
+            self.asked_at = time.time()
             try:
                 reply, metadata = self._channels.ask(request, self._metadata, max(left, 0.001))
             except CallError as error:

@@ -3,6 +3,7 @@
     Enter   unary            a peer asks to enter; the reply carries its session, or the status says why not
     Stream  both ways        records of `records.py`, on several streams of one session at a time; stream 0 carries
                              the control lane, the others the bulk lane
+    Ask, Measure             from outside any session: `grpc_questions.py`
 
 A peer, one rank of a site, has one session; a successful Enter replaces the session before, whose queues are dropped.
 If the replaced process still runs somewhere, it is refused from then on: the site was started twice.
@@ -28,6 +29,7 @@ from weightgrad.runtime.security.tls_check import is_loopback
 from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.connection_gate import ConnectionGate
 from weightgrad.runtime.transport.grpc_listener import make_server
+from weightgrad.runtime.transport.grpc_questions import Questions, Responder
 from weightgrad.runtime.transport.grpc_sessions import (
     KnownPeer,
     Session,
@@ -89,7 +91,13 @@ class GrpcServer(ServerTransport):
         self._lines = SeldomActions(per_s=1.0, burst=20)  # about peers at one address that are not admitted
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_sessions, name="sessions-watch", daemon=True)
+        self._questions = Questions(
+            lambda address: self._gate.prove(_endpoint_of(address)),
+            lambda error, context: SessionEnd.of(error).abort(context),
+        )
         handlers = {
+            "Ask": grpc.unary_unary_rpc_method_handler(self._questions.handle_ask),
+            "Measure": grpc.stream_stream_rpc_method_handler(self._questions.handle_measure),
             "Enter": grpc.unary_unary_rpc_method_handler(self._handle_enter),
             "Stream": grpc.stream_stream_rpc_method_handler(self._handle_stream),
         }
@@ -99,6 +107,10 @@ class GrpcServer(ServerTransport):
         self._gate = ConnectionGate(self.port, self.limits.gate, lambda reason: self._application.on_refused(reason))
         self._endpoints: dict[str, Peer] = {}  # the peer at each endpoint
         self._sockets = SocketBytes(self.port, side="server", owner=lambda endpoint: self._endpoints.get(endpoint))
+
+    def answer_with(self, responder: Responder) -> None:
+        """Let questions from outside any session be answered."""
+        self._questions.responder = responder
 
     def start(self, application: Application) -> None:
         """See `ServerTransport.start`."""
@@ -148,10 +160,12 @@ class GrpcServer(ServerTransport):
         return self._sockets.sample() or {}
 
     def drop(self, peer: Peer, why: str) -> None:
-        """See `ServerTransport.drop`."""
+        """See `ServerTransport.drop`. Its connections are closed a little later, unless they are used again."""
         with self._lock:
             session = self._sessions.get(peer)
         if session:
+            for entry in session.entries():
+                self._gate.doubt(_endpoint_of(entry.peer_address))
             self._end(session, SessionEnd(grpc.StatusCode.PERMISSION_DENIED, why))
 
     def stop(self, grace: float) -> None:

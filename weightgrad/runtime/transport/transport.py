@@ -34,9 +34,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from weightgrad.errors import SpecError
+
+if TYPE_CHECKING:
+    from weightgrad.runtime.transport.grpc_questions import Responder
 
 Data: TypeAlias = bytes | bytearray | memoryview
 
@@ -290,6 +293,10 @@ class ServerTransport(ABC):
     @abstractmethod
     def start(self, application: Application) -> None:
         """Begin to answer. Until then peers that connect wait; `application` is called from now on."""
+
+    def answer_with(self, responder: Responder) -> None:
+        """Let questions from outside any session be answered; a transport that carries none ignores it."""
+        del responder
 
     @abstractmethod
     def send(self, peer: Peer, data: Outgoing, *, control: bool = False) -> bool:

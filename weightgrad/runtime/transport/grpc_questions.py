@@ -1,0 +1,160 @@
+"""Questions to a global server from outside any session: what an operator wants done, and what a site wants to know.
+
+    Ask      unary         JSON each way; who may ask what is decided by the `Responder`
+    Measure  both ways     bytes for a few seconds, one way, to see how fast the line is
+
+Both come over the port of the sites and with mutual TLS. A caller is known by its certificate; without TLS, which only
+a loopback address may be, everybody on the machine may ask.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote
+
+import grpc
+from cryptography import x509
+
+from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, WeightGradError
+from weightgrad.runtime.seldom_actions import SeldomActions
+
+log = logging.getLogger("weightgrad.serve")
+
+MOST_SECONDS = 10.0
+"""A measurement lasts at most so long."""
+CHUNK_BYTES = 256 << 10
+_MOST_STREAMS = 8  # that measure at the same time, of all callers together
+_MOST_REQUEST = 64 << 10
+_ASKED_PER_S = 5.0  # by one caller
+_MEASURED_PER_S = 0.05  # streams of one caller: a site must not fill the server's line
+
+
+class Caller(NamedTuple):
+    """Who asks: what its certificate proves, and where it connects from. Without TLS there is no name."""
+
+    name: str | None
+    serial: int | None
+    expires: datetime | None
+    address: str
+
+
+class Responder(Protocol):
+    """What answers. Called from threads of the transport."""
+
+    def check_caller(self, caller: Caller) -> None:
+        """Raise a WeightGradError unless this caller may ask at all."""
+
+    def answer(self, caller: Caller, request: bytes) -> bytes:
+        """Answer, or raise a WeightGradError whose text the caller is shown."""
+
+
+class Questions:
+    """The two calls of a gRPC server.
+
+    Args:
+        prove: called with the address of a caller that may ask, so that its connection is not taken for a stranger's.
+        end: ends a call with the status of an error, by an exception.
+    """
+
+    def __init__(self, prove: Callable[[str], None], end: Callable[[WeightGradError, Any], None]) -> None:
+        self.responder: Responder | None = None
+        self._prove, self._end = prove, end
+        self._asked = SeldomActions(per_s=_ASKED_PER_S, burst=100)
+        self._measured = SeldomActions(per_s=_MEASURED_PER_S, burst=64)
+        self._measuring = threading.BoundedSemaphore(_MOST_STREAMS)
+
+    def handle_ask(self, request: bytes, context: Any) -> bytes:
+        """The call Ask."""
+        try:
+            responder, caller = self._caller(context)
+            if not self._asked.try_take(caller.name):
+                raise RefusedError(f"{caller.name} asks more often than {_ASKED_PER_S:g} times a second; wait a little")
+            if len(request) > _MOST_REQUEST:
+                raise ProtocolError(f"a question of {len(request)} bytes; wanted at most {_MOST_REQUEST}")
+            return responder.answer(caller, request)
+        except WeightGradError as error:
+            log.info("a question of %s was not answered: %s", context.peer(), error)
+            self._end(error, context)
+        except Exception as error:
+            log.exception("answering %s failed", context.peer())
+            self._end(LinkError(f"the global server failed ({error!r}); see its log"), context)
+        raise AssertionError("ending a call raises")
+
+    def handle_measure(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """The call Measure: the first record says {"down": seconds} or {"up": seconds}."""
+        try:
+            _, caller = self._caller(context)
+            if not self._measured.try_take(caller.name):
+                raise LinkError(f"{caller.name} has measured the line often; try again in a few minutes")
+            if not self._measuring.acquire(blocking=False):
+                raise LinkError("the line is being measured by others; try again in a few seconds")
+        except WeightGradError as error:
+            self._end(error, context)
+        try:
+            yield from _measure(requests)
+        except ProtocolError as error:
+            self._end(error, context)
+        finally:
+            self._measuring.release()
+
+    def _caller(self, context: Any) -> tuple[Responder, Caller]:
+        caller, responder = caller_of(context), self.responder
+        if responder is None:
+            raise LinkError("this process of the server answers no questions; ask the first one, or a little later")
+        responder.check_caller(caller)
+        self._prove(caller.address)
+        return responder, caller
+
+
+def _measure(requests: Iterator[bytes]) -> Iterator[bytes]:
+    try:
+        wanted = json.loads(next(requests, b"{}"))
+        (way, seconds), *more = wanted.items()
+        seconds = float(seconds)
+    except (ValueError, TypeError, AttributeError, grpc.RpcError) as error:
+        raise ProtocolError(f"a measurement that cannot be read ({error!r})") from None
+    if way not in ("up", "down") or more or not 0 < seconds <= MOST_SECONDS:
+        raise ProtocolError(f"a measurement of {wanted!r}; wanted up or down, and at most {MOST_SECONDS:g} s")
+    until = time.monotonic() + seconds
+    if way == "down":
+        chunk = os.urandom(CHUNK_BYTES)
+        while time.monotonic() < until:
+            yield chunk
+        return
+    received, began = 0, None
+    try:
+        for record in requests:
+            began = time.monotonic() if began is None else began
+            received += len(record)
+            if time.monotonic() > until + MOST_SECONDS:
+                break
+    except grpc.RpcError:
+        return  # the caller is gone
+    lasted = 0.0 if began is None else time.monotonic() - began
+    yield json.dumps({"bytes": received, "seconds": lasted}).encode()
+
+
+def caller_of(context: Any) -> Caller:
+    """Who calls.
+
+    Raises:
+        CredentialsError: the certificate cannot be read.
+    """
+    found = context.auth_context()
+    names, pems = found.get("x509_common_name", []), found.get("x509_pem_cert", [])
+    name = names[0].decode(errors="replace") if names else None
+    try:
+        certificate = x509.load_pem_x509_certificate(pems[0]) if pems else None
+    except ValueError as error:
+        raise CredentialsError(f"the certificate of {name!r} cannot be read ({error})") from None
+    address = unquote(context.peer())
+    if certificate is None:
+        return Caller(name, None, None, address)
+    return Caller(name, certificate.serial_number, certificate.not_valid_after_utc, address)
