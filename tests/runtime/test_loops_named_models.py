@@ -160,5 +160,5 @@ def test_what_is_refused() -> None:
     with served("baseline", "east") as hub:
         with pytest.raises(StrategyError, match="2 optimizers, and baseline shares"):
             UserScript(hub.address, "east", prepares("baseline")).end()
-        with pytest.raises(RefusedError, match="a site may have several"):
+        with pytest.raises(RefusedError, match="it has 2 optimizers, and with shared gradients one steps"):
             UserScript(hub.address, "east", prepares(None)).end()
