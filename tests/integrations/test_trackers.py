@@ -64,7 +64,7 @@ def test_sites_tell_how_they_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert stats["loss"] > 0
     assert stats["up_bytes"] > 0
     assert 0 <= stats["waiting_share"] <= 1
-    assert stats["codec"].startswith("ef(")
+    assert stats["codec"].startswith(("ef(", "fp32"))  # everything, where the line has no distance
     assert said[-1][0] == 6, "also at the end"
     for writer in writers.values():
         assert writer.found["weightgrad/step"] == (6.0, 6)

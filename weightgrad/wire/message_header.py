@@ -82,7 +82,7 @@ _KINDS: dict[type[Message], _Kind] = {
     Waiting: _Kind(13, ("round", "seconds", "len(missing)")),
     Pause: _Kind(14, flags=PAUSED),
 }
-_CONTROL = frozenset((*range(1, 8), 12, 13))
+_CONTROL = frozenset((*range(1, 8), 12, 13, 14))
 _TYPES = {kind.number: type_ for type_, kind in _KINDS.items()}
 
 

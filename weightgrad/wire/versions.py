@@ -17,7 +17,7 @@ STREAM_VERSION = 1
 TRANSPORT_VERSION = "5"
 """The calls and metadata of the gRPC transport. `runtime/transport/grpc_settings.py`."""
 
-HANDSHAKE_VERSION = 3
+HANDSHAKE_VERSION = 4
 """The JSON admission request and reply. `runtime/admission.py`."""
 
 INPUT_LOG_VERSION = 1

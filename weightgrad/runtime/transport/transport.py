@@ -191,6 +191,8 @@ class ClientTransport(ABC):
     """The text that explains the last LOST, GONE or REFUSED; empty before the first."""
     traffic: Traffic
     """Bytes given to the network and taken from it, repeated ones included."""
+    asked_at: float = 0.0
+    """When `enter` last asked the server, by this machine's clock; 0 if that is not known."""
 
     @abstractmethod
     def enter(self, request: bytes, timeout: float) -> bytes:
