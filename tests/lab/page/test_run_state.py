@@ -83,6 +83,14 @@ def test_a_cut_lasts_until_it_heals() -> None:
     assert found.view()["sites"][0]["cut"] is False
 
 
+def test_when_a_simulated_site_waited_is_not_known() -> None:
+    found = state(("virginia", {"kind": "site", "t": 9.0, "site": "virginia", "waiting_seconds": 4.0}))
+    assert found.view()["sites"][0]["waiting_seconds"] == 4.0
+    assert found.view()["sites"][0]["waiting_share"] is None
+    found = state(("virginia", {"kind": "site", "t": 9.0, "site": "virginia", "waiting_seconds": 0.0}))
+    assert found.view()["sites"][0]["waiting_share"] == 0.0
+
+
 def test_decisions_agreement_and_dollars() -> None:
     schedule = {"every": 4, "overlap": 2, "up": "a", "down": "b", "why": "because", "version": 1}
     found = state(

@@ -321,6 +321,7 @@ class RunState:
         link: dict[str, Any] = next((one for one in links if site.name in (one.get("between") or ())), {})
         waits = [wait for wait in site.waits if site.at(wait[0]) > self.now - _WINDOW_SECONDS]
         window = min(_WINDOW_SECONDS, max(self.now, 1e-9))
+        told = bool(site.waits) or not site.waiting_seconds  # the simulator tells the sum of a run, and not when
         return {
             "name": site.name,
             "step": site.step,
@@ -329,7 +330,7 @@ class RunState:
             "finished": site.finished,
             "cut": site.cut,
             "waiting_seconds": site.waiting_seconds,
-            "waiting_share": min(1.0, sum(wait[1] for wait in waits) / window),
+            "waiting_share": min(1.0, sum(wait[1] for wait in waits) / window) if told else None,
             "up_bytes": site.up_bytes,
             "down_bytes": site.down_bytes,
             "up_bit_s": 8 * sum(moved[1] for moved in recent) / seconds,
