@@ -103,6 +103,18 @@ def test_pushes_for_future_rounds_are_kept_only_within_the_window(made: Path) ->
         close_rounds(hub, east)
 
 
+def test_a_slow_push_is_taken_however_many_rounds_close_meanwhile(made: Path) -> None:
+    """Its values cross a thin line; a site that is there is not given up, or it would wait for ever."""
+    with Hub(rules(consistency="async_()"), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            west.send(dataclasses.replace(push := west.push(UPDATE), segments=()))
+            close_rounds(hub, east, 60)
+            west.send(part_of(push))
+            while not _has(west.receive(), push):
+                pass
+        close_rounds(hub, east)
+
+
 def test_parts_without_an_end_are_kept_only_up_to_a_few_models(made: Path) -> None:
     with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
         with hand(hub, "west", made) as west:

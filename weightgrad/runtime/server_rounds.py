@@ -30,6 +30,9 @@ Send = Callable[[str, Message], None]
 """Queues a control message for the coordinator of a site."""
 
 
+_PATIENCE = 10_000  # rounds that may close while a push of a site that is there is on its way
+
+
 @dataclass
 class _PendingPush:
     """A push that is not complete yet: its control message, and what each process has found."""
@@ -186,6 +189,16 @@ class ServerRounds:
         member = self.coordinator.members.by_name.get(key[0])
         return member is not None and key[1] <= member.pushed_round
 
+    def _is_given_up(self, key: tuple[str, int], pending: _PendingPush) -> bool:
+        """Whether a push that is not complete will not be.
+
+        A site that is there may be slow: while one push of its crosses a thin line, other sites may close many rounds.
+        It is given up only in the end, since the log cannot be cut before a push that is not complete.
+        """
+        member = self.coordinator.members.by_name.get(key[0])
+        rounds = _PATIENCE if member is not None and member.live else 2 * self.coordinator.plan.most_waiting
+        return self._is_taken(key) or pending.since < self.coordinator.version - rounds
+
     def _take_if_complete(self, key: tuple[str, int], now: float) -> None:
         """Take a push into its round when its control message and all of its values are here."""
         pending = self._pending[key]
@@ -264,10 +277,7 @@ class ServerRounds:
         parts = [closing.parts[process] for process in sorted(closing.parts)]
         out = self.coordinator.round_closed(closing.order, parts, now)
         self._process.round_closed({(push.site, push.round) for push in closing.order.pushes})
-        oldest = self.coordinator.version - 2 * self.coordinator.plan.most_waiting
-        for key in [  # the site will not complete them
-            key for key, pending in self._pending.items() if self._is_taken(key) or pending.since < oldest
-        ]:
+        for key in [key for key, pending in self._pending.items() if self._is_given_up(key, pending)]:
             del self._pending[key]
             self._drop_unless_open(key)
         for closed in out.closed:
