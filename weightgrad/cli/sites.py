@@ -44,40 +44,31 @@ def add(
     _show(ask(server, credentials, insecure, "add", site=name, bit_s=bit_s), as_json, f"{name} may join.")
 
 
-@app.command("remove")
-def remove(
-    name: Name,
-    server: Server,
-    credentials: OperatorCredentials = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
-) -> None:
-    """End a site's session and let it in no more; what it has pushed stays in the global model."""
-    _show(ask(server, credentials, insecure, "remove", site=name), as_json, f"{name} takes no part any more.")
+def _change(action: str, about: str, said: str) -> None:
+    """Add a command that does one thing to one site."""
+
+    @app.command(action, help=about)
+    def command(
+        name: Name,
+        server: Server,
+        credentials: OperatorCredentials = None,
+        insecure: Insecure = False,
+        as_json: AsJson = False,
+    ) -> None:
+        _show(ask(server, credentials, insecure, action, site=name), as_json, said.format(name))
 
 
-@app.command("set-aside")
-def set_aside(
-    name: Name,
-    server: Server,
-    credentials: OperatorCredentials = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
-) -> None:
-    """Let rounds not wait for a slow site; what it pushes counts."""
-    _show(ask(server, credentials, insecure, "set-aside", site=name), as_json, f"Rounds do not wait for {name}.")
-
-
-@app.command("take-back")
-def take_back(
-    name: Name,
-    server: Server,
-    credentials: OperatorCredentials = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
-) -> None:
-    """Let rounds wait again for a site that was set aside, by an operator or by the server."""
-    _show(ask(server, credentials, insecure, "take-back", site=name), as_json, f"Rounds wait for {name} again.")
+_change(
+    "remove",
+    "End a site's session and let it in no more; what it has pushed stays in the global model.",
+    "{} takes no part any more.",
+)
+_change("set-aside", "Let rounds not wait for a slow site; what it pushes counts.", "Rounds do not wait for {}.")
+_change(
+    "take-back",
+    "Let rounds wait again for a site that was set aside, by an operator or by the server.",
+    "Rounds wait for {} again.",
+)
 
 
 @app.command("revoke")
