@@ -17,9 +17,10 @@ from weightgrad.core.global_model import digest_of
 from weightgrad.core.server_coordinator import Decisions
 from weightgrad.errors import LinkError, RefusedError
 from weightgrad.runtime import health
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.input_log import InputLog
 from weightgrad.runtime.metrics import ServerMetrics
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.telemetry import Telemetry
 from weightgrad.runtime.transport.transport import EntryRequest, Peer

@@ -30,8 +30,9 @@ from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.strategies import find
 from weightgrad.errors import CredentialsError, LinkError, RefusedError, StrategyError
 from weightgrad.lab.run.launch import free_port
-from weightgrad.runtime.admission import AdmissionRequest, RankRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest, RankRequest
 from weightgrad.runtime.join_options import JoinOptions
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem

@@ -18,7 +18,8 @@ from weightgrad.core.server_shard import ClosedPart, ServerShard
 from weightgrad.core.strategies import Strategy, find
 from weightgrad.errors import CheckpointError, LinkError
 from weightgrad.runtime import server_storage
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions, _closes
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_worker import ServerWorker

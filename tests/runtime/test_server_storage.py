@@ -18,7 +18,8 @@ from weightgrad.core.global_model import digest_of
 from weightgrad.core.strategies import find
 from weightgrad.errors import CheckpointError
 from weightgrad.runtime import server_storage
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.server_storage import Input, ServerStorage
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer

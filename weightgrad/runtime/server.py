@@ -20,13 +20,16 @@ from weightgrad.core.optimizer_spec import AT_SITES
 from weightgrad.core.server_coordinator import ServerCoordinator
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, StrategyError, WeightGradError
 from weightgrad.event_log import EventLog
-from weightgrad.runtime.admission import Admission, RunConfig, ServedBy
+from weightgrad.runtime.admission import Admission
+from weightgrad.runtime.admission_messages import ServedBy
 from weightgrad.runtime.end_of_run import EndOfRun
 from weightgrad.runtime.first_model import FirstModel
 from weightgrad.runtime.inbox import Inbox
 from weightgrad.runtime.metrics import ServerMetrics
 from weightgrad.runtime.operator_desk import OperatorDesk, Question
+from weightgrad.runtime.peer_check import PeerCheck
 from weightgrad.runtime.roster import Roster
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.run_identity import RunIdentity
 from weightgrad.runtime.security.credentials import Credentials, Revoked
 from weightgrad.runtime.serve_options import ServeOptions
@@ -113,16 +116,20 @@ class GlobalServer:
         self.metrics = metrics or ServerMetrics()
         self.telemetry = Telemetry(events, self.metrics)
         revoked = Revoked(credentials.directory / "revoked.txt") if credentials is not None else None
-        self.admission = Admission(
-            run_config,
+        peers = PeerCheck(
+            Roster(run_config.sites, options.state, run_config.bit_s),
             secure=credentials is not None,
             revoked=revoked,
+            on_refused=self.telemetry.refused_connection,
+        )
+        self.admission = Admission(
+            run_config,
+            peers,
             on_refused=self.telemetry.refused_connection,
             max_parameters=options.largest_model(),
             first_site=options.first_site,
             agree_s=options.agree_s,
             max_ranks=options.max_ranks,
-            roster=Roster(run_config.sites, options.state, run_config.bit_s),
         )
         if credentials is not None:
             self.metrics.certificate(credentials.expires)
@@ -341,7 +348,7 @@ class GlobalServer:
             raise
         except WeightGradError as error:
             self.telemetry.refused_update(peer.site, f"{type(error).__name__}: {error}")
-            self.admission.misbehaved(peer.site, time.monotonic())
+            self.admission.pauses.misbehaved(peer.site, time.monotonic())
             self.transport.drop(peer, str(error))  # or the site would wait for a result for ever
 
     def _handle_hang_up(self, peer: Peer, data: _HungUp, now: float) -> None:
@@ -530,7 +537,7 @@ class GlobalServer:
 
     def check_peer(self, entry: EntryRequest) -> None:
         """See `Application.check_peer`."""
-        self.admission.check_peer(entry)
+        self.admission.peers.check(entry)
 
     def enter(self, entry: EntryRequest) -> bytes:
         """See `Application.enter`."""

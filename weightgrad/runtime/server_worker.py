@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, RefusedError, WeightGradError
-from weightgrad.runtime.admission import rank_reply
+from weightgrad.runtime.admission_messages import rank_reply
 from weightgrad.runtime.final_model import write_final_model
 from weightgrad.runtime.inbox import Inbox
 from weightgrad.runtime.roster import Roster, RosterFacts

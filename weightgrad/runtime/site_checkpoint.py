@@ -29,10 +29,11 @@ from weightgrad.core.site_shard import SiteShard, pack_in_flight, unpack_in_flig
 from weightgrad.core.strategies import Strategy
 from weightgrad.core.vector_checks import with_prefix
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.admission import first_difference, strategy_difference
 from weightgrad.runtime.checkpoint import BackgroundWriter, cannot_write, sync_directory
+from weightgrad.runtime.layout_match import first_difference
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_step import RankStep
+from weightgrad.runtime.strategy_difference import strategy_difference
 from weightgrad.wire.intervals import Intervals
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from weightgrad.errors import WeightGradError
 from weightgrad.event_log import EventLog
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime import sparse_gradients
-from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.admission_messages import AdmissionReply
 from weightgrad.runtime.device_state import check_local_server
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.portable_state import PortableState
