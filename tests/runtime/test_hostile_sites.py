@@ -237,7 +237,7 @@ def test_the_operator_may_name_the_site_that_brings_the_model(made: Path) -> Non
 
 
 def test_deadlines_come_also_while_a_site_keeps_messages_coming(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightgrad.runtime.server._STARVED_S", 0.1)
+    monkeypatch.setattr("weightgrad.runtime.server_duties._STARVED_S", 0.1)
     with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
         east.send_push(first := east.push(UPDATE))
         west.send_push(west.push(UPDATE))

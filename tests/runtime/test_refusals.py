@@ -748,7 +748,7 @@ def test_what_a_site_said_before_there_was_a_global_model_is_held_against_that_s
             west.client.enter(AdmissionRequest("west", LAYOUT, -1).pack(), PATIENCE_S)
             west.client.start()
             west.send(message)
-            hub.until(lambda: hub.server.process._early or hub.server.first_model._joins)
+            hub.until(lambda: hub.server.process._early or hub.server.inputs.first_model._joins)
             east.send(first_model(weights()))
             assert why in west.refused()
         east.send(holding("east"))

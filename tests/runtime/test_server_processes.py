@@ -158,7 +158,7 @@ class TwoProcesses:
 
     def write_snapshots(self) -> None:
         self.worker._write_snapshot_if_due()
-        self.coordinator._write_snapshot_if_due()
+        self.coordinator.snapshots.write_if_due()
         for process in (self.worker.process, self.coordinator.process):
             process.before_close()
 

@@ -160,8 +160,8 @@ class Driver:
         return True
 
     def put(self, peer: Peer, message: Message) -> None:
-        self.server._handle_bytes(peer, pack(message), self.server.now)
-        self.server._write_snapshot_if_due()
+        self.server.inputs.handle(peer, pack(message), self.server.now)
+        self.server.snapshots.write_if_due()
         self.server.process.before_close()
 
     def enter(self, told: int) -> None:
