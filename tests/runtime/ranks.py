@@ -30,7 +30,8 @@ from weightgrad.core.update_shard import UpdateShard
 from weightgrad.kernels import fixed
 from weightgrad.runtime import final_model, process_group
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
-from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter, layout_of, trainable
+from weightgrad.runtime.module_weights import ModuleWeights
+from weightgrad.runtime.named_parameter import NamedParameter, layout_of, trainable
 from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_step import RankStep

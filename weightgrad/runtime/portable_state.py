@@ -23,8 +23,8 @@ from torch import Tensor
 from weightgrad.core.local_model import gather
 from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.module_weights import is_sharded
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.sharded_tensor import is_sharded
 from weightgrad.wire.intervals import Intervals
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.device_state import check_place, memory_for
 from weightgrad.runtime.frozen_parameters import FrozenParameters
 from weightgrad.runtime.layout_match import in_order
-from weightgrad.runtime.module_weights import ModuleWeights, all_stages, layout_of, trainable
+from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.named_models import OptimizerSet, one_module, own_modules, stepping_optimizers
+from weightgrad.runtime.named_parameter import all_stages, layout_of, trainable
 from weightgrad.runtime.optimizer_checks import (
     check_averaged,
     check_one_optimizer,
