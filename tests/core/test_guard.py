@@ -14,8 +14,9 @@ from weightgrad import codecs
 from weightgrad.codecs import Payload
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.guard import Guard
+from weightgrad.core.push_facts import PushFacts
 from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_shard import PushFacts, ServerShard
+from weightgrad.core.server_shard import ServerShard
 from weightgrad.core.server_state import ServerState
 from weightgrad.core.strategies import find
 from weightgrad.errors import NonFiniteError, StrategyError

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from weightgrad.codecs import Fp32
 from weightgrad.core import pieces
+from weightgrad.core.close_order import ClosedPush, CloseOrder
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
 from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_shard import ClosedPush, CloseOrder, ServerShard
+from weightgrad.core.server_shard import ServerShard
 from weightgrad.core.site_shard import LoadOrder
 from weightgrad.core.strategies import find
 from weightgrad.core.update_shard import UpdateShard

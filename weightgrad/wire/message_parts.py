@@ -127,6 +127,14 @@ class ResultAssembly:
                 own.pop(one, None)
 
 
+def join_result(header: RoundResult, parts: Sequence[RoundResult]) -> RoundResult:
+    """A result with the values that the shards have made, as far as they are in this process."""
+    if len(parts) == 1:
+        return replace(header, segments=parts[0].segments, relayed=parts[0].relayed)
+    segments = sorted((one for part in parts for one in part.segments), key=lambda one: one.start)
+    return replace(header, segments=tuple(segments), relayed=merge_relayed(part.relayed for part in parts))
+
+
 def merge_relayed(parts: Iterable[Sequence[RelayedPush]]) -> tuple[RelayedPush, ...]:
     """The relayed pushes of several parts as one list, sorted by site and round.
 
