@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from weightgrad.core.site_shard import LoadOrder, SiteShard
+from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.site_shard import SiteShard
 from weightgrad.errors import LinkError, ProtocolError, RefusedError
 from weightgrad.runtime.admission import RankRequest, rank_sends_model
 from weightgrad.runtime.link_monitor import LinkMonitor
