@@ -18,16 +18,8 @@ from weightgrad.core.site_state import SiteState
 from weightgrad.core.strategies import PRESETS, find
 from weightgrad.errors import ProtocolError, SpecError
 from weightgrad.kernels import fixed
-from weightgrad.wire.messages import (
-    Join,
-    JoinReply,
-    ModelPart,
-    Push,
-    RoundResult,
-    Segment,
-    check_download_codec,
-    nbytes,
-)
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, JoinReply, ModelPart, Push, RoundResult, Segment, check_download_codec
 
 from .harness import LAYOUT, Harness, noise
 

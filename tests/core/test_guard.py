@@ -20,7 +20,8 @@ from weightgrad.core.server_shard import ServerShard
 from weightgrad.core.server_state import ServerState
 from weightgrad.core.strategies import find
 from weightgrad.errors import NonFiniteError, StrategyError
-from weightgrad.wire.messages import Join, Push, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, Push, Segment
 
 from .harness import LAYOUT, noise
 

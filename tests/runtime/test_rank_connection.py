@@ -34,6 +34,7 @@ from weightgrad.runtime.transport.transport import ClientTransport, LinkEvent, O
 from weightgrad.runtime.transport.transport import joined as one_buffer
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack
+from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import (
     Holding,
     JoinReply,
@@ -44,7 +45,6 @@ from weightgrad.wire.messages import (
     RoundRequest,
     RoundResult,
     Segment,
-    nbytes,
 )
 
 NUMEL = 8

@@ -24,7 +24,8 @@ from weightgrad.runtime import shard_server
 from weightgrad.runtime.shard_server import Provision, ShardServer
 from weightgrad.runtime.transport.transport import Peer
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, ResultPart, RoundResult, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, ResultPart, RoundResult, Segment
 
 NUMEL = 8
 LEFT, RIGHT, WHOLE = Intervals(((0, 4),)), Intervals(((4, 8),)), Intervals.whole(NUMEL)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightgrad.core.agreement import Signs
-from weightgrad.core.controller import Decision
+from weightgrad.core.decision import Decision
 from weightgrad.core.push_facts import PushFacts
 from weightgrad.wire.messages import Push, RoundResult
 

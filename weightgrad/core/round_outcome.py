@@ -9,7 +9,8 @@ from torch import Tensor
 
 from weightgrad.core.agreement import Signs
 from weightgrad.core.close_order import ClosedPart, CloseOrder
-from weightgrad.core.controller import Controller, Decision
+from weightgrad.core.controller import Controller
+from weightgrad.core.decision import Decision
 from weightgrad.core.gradient_controller import GradientController
 from weightgrad.core.membership import Members
 from weightgrad.core.open_round import ClosedRound, OpenRound
@@ -19,7 +20,7 @@ from weightgrad.core.server_outbox import Outbox
 from weightgrad.core.server_progress import ServerProgress
 from weightgrad.core.shared_buffers import SharedBuffers
 from weightgrad.wire.message_parts import join_result
-from weightgrad.wire.messages import nbytes
+from weightgrad.wire.message_sizes import nbytes
 
 
 class RoundOutcome:

@@ -40,7 +40,8 @@ from weightgrad.kernels.moments import moments
 from weightgrad.kernels.noise import derive
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_parts import without_values
-from weightgrad.wire.messages import ModelPart, Push, RelayedPush, RoundResult, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import ModelPart, Push, RelayedPush, RoundResult, Segment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,8 @@ from weightgrad.errors import ProtocolError
 from weightgrad.kernels.moments import moments
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_parts import join_result, of_holder, without_values
-from weightgrad.wire.messages import Join, JoinReply, Leave, Message, Push, ServerRestarted, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, JoinReply, Leave, Message, Push, ServerRestarted
 
 __all__ = ["ClosedRound", "Outbox", "ServerState", "ServerStrategy"]
 

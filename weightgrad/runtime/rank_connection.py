@@ -28,7 +28,8 @@ from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.transport import ClientTransport, LinkEvent
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import to_buffers, unpack
-from weightgrad.wire.message_parts import ResultAssembly, of_holder
+from weightgrad.wire.message_parts import ResultAssembly, cut_push, of_holder
+from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import (
     Bulk,
     Control,
@@ -40,8 +41,6 @@ from weightgrad.wire.messages import (
     RoundResult,
     Segment,
     Waiting,
-    cut_push,
-    nbytes,
 )
 
 log = logging.getLogger("weightgrad")

@@ -26,7 +26,8 @@ from weightgrad.runtime.server_process import ServerProcess
 from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.shard_server import CompletePush, Provision, ShardServer
 from weightgrad.runtime.telemetry import Telemetry
-from weightgrad.wire.messages import Join, Leave, Message, Push, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, Leave, Message, Push
 
 Send = Callable[[str, Message], None]
 """Queues a control message for the coordinator of a site."""

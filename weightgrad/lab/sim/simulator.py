@@ -36,7 +36,8 @@ from weightgrad.lab.sim.site import SimSite, holdings, make, served
 from weightgrad.lab.sim.step_memory import StepMemory
 from weightgrad.lab.sim.task import Task
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.messages import Join, Leave, Message, Push, nbytes, numel
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, Leave, Message, Push, numel
 
 _LOG_BYTES = 2**26  # of round results; in a deployment the server keeps them on disk
 
