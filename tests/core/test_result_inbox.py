@@ -54,15 +54,17 @@ def test_a_result_waits_for_the_push_that_is_replayed() -> None:
 
 def test_results_wait_by_version_and_tell_what_is_answered() -> None:
     inbox = Inbox()
+    first, second = result(1), result(2, a=5)
     assert inbox.results.answered_through == -1
-    inbox.results.add(result(2, a=5))
-    inbox.results.add(result(0, a=9))  # applied already
+    seen = []
+    for one in (second, result(0, a=9), first):  # that of version 0 is applied already
+        inbox.results.add(one)
+        seen.append((inbox.results.following, inbox.results.answered_through))
+    assert seen == [(None, 5), (None, 5), (first, 5)]
+    inbox.results.remove_through(1)
     assert inbox.results.following is None
-    assert inbox.results.answered_through == 5
-    inbox.results.add(result(1))
-    assert inbox.results.following is inbox.results[1]
-    inbox.results.remove_through(2)
-    assert inbox.results.following is None
+    inbox.progress.version = 1
+    assert inbox.results[2] is second
 
 
 def test_a_push_that_was_left_out_must_be_in_flight_or_replayed() -> None:
