@@ -12,6 +12,7 @@ from typing import Any
 
 from weightgrad.core.agreement import Signs
 from weightgrad.core.controller import Decision
+from weightgrad.core.guard import Verdict
 from weightgrad.core.server_shard import PushFacts
 from weightgrad.wire.messages import Message, Push, RoundResult
 
@@ -33,7 +34,7 @@ class OpenRound:
     refused: dict[tuple[str, int], str] = field(
         default_factory=dict
     )  # (site, round) of a push -> why it counts as empty
-    out_of_line: dict[tuple[str, int], str] = field(default_factory=dict)  # those of them that were found as it closed
+    verdict: Verdict = field(default_factory=Verdict)  # of the guard, when the round closes
     overdue_reported: bool = False  # whether the sites that hold the others back have been reported
 
     def receive(self, push: Push, now: float, *, nbytes: int, late: bool, facts: PushFacts) -> None:
@@ -119,4 +120,5 @@ class Outbox:
     lost: list[str] = field(default_factory=list)
     held_back: list[str] = field(default_factory=list)  # the sites that hold the others back
     refused: list[tuple[str, str]] = field(default_factory=list)  # (site, reason) of pushes counted as empty
+    limited: list[tuple[str, str]] = field(default_factory=list)  # (site, reason) of pushes that count only in part
     aside: list[str] = field(default_factory=list)  # the sites that are set aside from now on

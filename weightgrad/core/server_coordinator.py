@@ -31,7 +31,7 @@ from weightgrad.core.agreement import Signs
 from weightgrad.core.consistency import Consistency
 from weightgrad.core.controller import Auto, Decision
 from weightgrad.core.gradient_controller import Gradients
-from weightgrad.core.guard import Guard
+from weightgrad.core.guard import CREDIT, Guard, Weighed
 from weightgrad.core.membership import Member, Members
 from weightgrad.core.open_round import ClosedRound, OpenRound, Outbox
 from weightgrad.core.operation import Action, Operation, Pause
@@ -378,26 +378,27 @@ class ServerCoordinator:
         """Let the guard compare the pushes of a round with each other and with what is usual."""
         if self._guard is None:
             return
-        norms = [
-            (push, math.sqrt(closing.facts[push.site, push.round].squares))
+        found = [
+            Weighed(push, math.sqrt(closing.facts[push.site, push.round].squares), self._weight(push))
             for push in sorted(closing.pushes, key=lambda push: (push.site, push.round))
             if (push.site, push.round) not in closing.refused
         ]
         plausible = self.first_norm if rate is None else self.first_norm / rate if rate > 0 else math.inf
-        closing.out_of_line = self._guard.out_of_line(norms, plausible)
-        closing.refused |= closing.out_of_line
+        credit = CREDIT["updates" if rate is None else "gradients"]
+        closing.verdict = self._guard.judge(found, plausible, credit=credit)
+        closing.refused |= closing.verdict.refused
 
     def _limited(self, pushes: tuple[ClosedPush, ...], closing: OpenRound) -> tuple[ClosedPush, ...]:
-        """Weigh down the pushes that are larger than the aggregator's limit allows."""
+        """Weigh down the pushes that are larger than the guard or the aggregator's limit allows."""
         limit = self.plan.aggregator.limit
         norms = {push: math.sqrt(closing.facts[push.site, push.round].squares) for push in pushes if push.counts}
-        usual = statistics.median_low([norm for norm in norms.values() if norm > 0] or [0.0])
-        if not limit or not usual:
-            return pushes
-        scales = {push: min(1.0, limit * usual / norm) for push, norm in norms.items() if norm > 0}
+        usual = limit * statistics.median_low([norm for norm in norms.values() if norm > 0] or [0.0])
+        scales = {push: closing.verdict.scales.get((push.site, push.round), 1.0) for push in pushes}
+        if usual > 0:
+            scales |= {push: min(scales[push], usual / norm) for push, norm in norms.items() if norm > 0}
         return tuple(
-            replace(push, weight=push.weight * scales[push], scale=scales[push]) if push in scales else push
-            for push in pushes
+            replace(push, weight=push.weight * scale, scale=scale) if scale < 1 else push
+            for push, scale in scales.items()
         )
 
     # -- rounds --------------------------------------------------------------------------------
@@ -510,7 +511,8 @@ class ServerCoordinator:
                 self.members.included(push.site)
             elif self.members.fault(push.site):
                 out.aside.append(push.site)
-        out.refused += [(site, why) for (site, _), why in closing.out_of_line.items()]
+        out.refused += [(site, why) for (site, _), why in closing.verdict.refused.items()]
+        out.limited += [(site, why) for (site, _), why in closing.verdict.limited.items()]
         self._results[result.version] = _header(result)
         self._first_result = max(part.first_result for part in parts)
         while len(self._results) > _HEADERS or min(self._results) < min(self._first_result, result.version):

@@ -430,7 +430,8 @@ class GlobalServer:
     def _make_coordinator(self, numel: int) -> ServerCoordinator:
         strategy = self.admission.strategy = self.run_config.strategy_for(numel, self.admission.optimizer)
         # Without a guard, one that refuses only what is not finite.
-        coordinator = ServerCoordinator(strategy.for_server(), numel, self._options.guard or Guard(factor=1e9))
+        guard = self._options.guard or Guard(factor=1e9, share=1e9)
+        coordinator = ServerCoordinator(strategy.for_server(), numel, guard)
         coordinator.elsewhere = bool((self.admission.optimizer or {}).get(AT_SITES))
         if self.run_config.most_rate is not None:
             coordinator.most_rate = self.run_config.most_rate
