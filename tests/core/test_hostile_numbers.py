@@ -12,8 +12,8 @@ from weightgrad.core.agreed_numbers import MOST_WEIGHT
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.guard import CREDIT, Guard
 from weightgrad.core.membership import FAULTS, FIRST_ASIDE
-from weightgrad.core.server_coordinator import LIVES
 from weightgrad.core.server_state import ServerState
+from weightgrad.core.server_strategy import LIVES
 from weightgrad.core.shared_buffers import combined
 from weightgrad.core.strategies import available, find
 from weightgrad.errors import ProtocolError, StrategyError
@@ -82,7 +82,7 @@ def test_a_site_that_was_restarted_again_and_again_has_pushes_for_only_so_many_r
 
 def test_claimed_samples_weigh_at_most_ten_times_the_median() -> None:
     one = server()
-    one.coordinator._guard = None  # which would limit such a push further
+    one.coordinator.checks.guard = None  # which would limit such a push further
     for site, samples in (("a", 4), ("b", 4), ("c", LARGEST)):
         one.receive(push(1, noise(1) if site == "c" else noise(2), site=site, samples=samples), 0.0)
     torch.testing.assert_close(one.global_model.vector, START + (2 * noise(2) + MOST_WEIGHT * noise(1)) / 12)
@@ -258,7 +258,7 @@ def test_minus_five_times_its_update_cannot_turn_the_model_round() -> None:
         ("trimmed_mean(1)", None, False),
     ):
         one = server(aggregator=aggregator)
-        one.coordinator._guard = guard
+        one.coordinator.checks.guard = guard
         for number in range(1, 6):
             for site, scale in (("a", 1.0), ("b", 1.0), ("c", -5.0)):
                 one.receive(push(number, scale * UNIT, site=site), 0.0)
