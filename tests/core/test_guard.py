@@ -280,7 +280,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> Non
 # -- accounts -------------------------------------------------------------------------------
 
 
-def judged(guard: Guard, *, weights: dict[str, float] | None = None, final: str = "", **norms: float) -> Verdict:
+def judged(guard: Guard, *, weights: dict[str, float] | None = None, final: str = "", **norms: Any) -> Verdict:
     found = [
         Weighed(push(1, site=site, final=site in final), norm, (weights or {}).get(site, 1.0))
         for site, norm in norms.items()

@@ -291,8 +291,38 @@ def test_the_buffers_of_one_site_cannot_take_over_those_of_all() -> None:
     found = combined([(4, usual), (4, usual), (4, huge)])
     assert torch.equal(found["mean"], usual["mean"])
     assert int(found["count"]) == 7
-    weighty = combined([(4, usual), (4, usual), (LARGEST, {"mean": torch.full((4,), 13.0)})])
-    torch.testing.assert_close(weighty["mean"], torch.full((4,), (2 + 10 * 13) / 12))
+    weighty = combined([(4, usual), (4, usual), (LARGEST, {"mean": torch.full((4,), 7.0)})])
+    torch.testing.assert_close(weighty["mean"], torch.full((4,), (2 + 2 * 7) / 4)), "as much as both others, not more"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"var": torch.full((4,), 99.0)},
+        {"var": torch.full((4,), -3.0)},
+        {"mean": torch.full((4,), 1e30)},
+        {"mean": torch.full((4,), -1e-3)},
+        {"another": torch.ones(4)},
+        {"count": torch.tensor(2**63 - 1)},
+        {"count": torch.tensor(-(2**63))},
+    ],
+    ids=["variance", "negative variance", "not zero", "a little", "another name", "large count", "small count"],
+)
+def test_buffers_that_no_other_site_has_anything_like_are_left_out(lie: dict[str, torch.Tensor]) -> None:
+    usual = {"var": torch.ones(4), "mean": torch.zeros(4), "count": torch.tensor(7)}
+    found = combined([(4, usual), (4, usual), (LARGEST, {**usual, **lie})])
+    assert found.keys() == usual.keys()
+    assert all(torch.equal(found[name], usual[name]) for name in usual)
+
+
+def test_buffers_of_honest_sites_may_differ() -> None:
+    first, second, third = (
+        {"var": torch.tensor([0.3, 1.0]) * scale, "mean": torch.tensor([-1.0, 1.0]) * scale}
+        for scale in (1.0, 2.0, 9.0)
+    )
+    found = combined([(4, first), (4, second), (4, third)])
+    torch.testing.assert_close(found["var"], torch.tensor([0.3, 1.0]) * 4)
+    torch.testing.assert_close(found["mean"], torch.tensor([-1.0, 1.0]) * 4)
 
 
 # -- buffers ----------------------------------------------------------------------------------------
