@@ -128,7 +128,10 @@ def soak(recipe: Recipe, out: Path, arguments: argparse.Namespace) -> tuple[list
         The checks, the injector with the faults that it applied, and what was seen of the memory.
     """
     # A machine that is busy with other things takes its time to start a server.
-    with LiveRun(recipe, out, "--checkpoint-every", "7", "--timeout", "600") as run:
+    more = ["--checkpoint-every", "7", "--timeout", "600"]
+    if arguments.step_seconds:
+        more.append("--emulate-compute")
+    with LiveRun(recipe, out, *more) as run:
         with Watcher(out, list(run.sites)) as watcher, MemoryWatch(run) as memory:
             run.start()
             injector = FaultInjector(run, arguments.seed)
@@ -205,6 +208,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", help="a recipe file or name; otherwise two sites, of 1 and 2 workers, on digits")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="change that recipe; may be repeated")
     parser.add_argument("--strategy", default="weightgrad", help="of the built-in recipe")
+    parser.add_argument(
+        "--step-seconds", type=float, help="make a step of the built-in recipe last so long: leaves CPU time"
+    )
     parser.add_argument("--finish", action="store_true", help="let the run finish afterwards instead of stopping it")
     parser.add_argument(
         "--replay", type=int, default=MOST_REPLAYED, help="steps compared with the simulator, at most; 0: none"
@@ -226,7 +232,7 @@ def main() -> None:
     if arguments.recipe:
         recipe = recipe_argument.load(arguments.recipe, arguments.set)
     else:
-        recipe = digits(arguments.strategy, west=2, name="soak")
+        recipe = digits(arguments.strategy, west=2, name="soak", step_s=arguments.step_seconds or 0.01)
     out = arguments.out or Path("runs") / f"soak-{arguments.seed}"
     checks, injector, memory = soak(recipe, out.absolute(), arguments)
     print("\n".join(table.markdown() for table in tables(checks, injector, memory)))

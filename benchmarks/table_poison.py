@@ -1,11 +1,12 @@
-"""One of three sites sends its update times -5: what each strategy and aggregator makes of it.
+"""One of three sites sends wrong updates, such as its own times -5: what each strategy and aggregator makes of it.
 
     python benchmarks/table_poison.py --quick
     python benchmarks/table_poison.py                      # about 10 minutes on one core
+    python benchmarks/table_poison.py --attacks            # the strategies' own aggregators, more attacks
 
-Digits, LeNet, three sites of one worker in the simulator, with the guard of a deployment, which lets -5 times pass. The
-push is changed on its way to the server; all else is as the strategy has it. "honest" is the same run without it. The
-exit code is 1 if with a robust aggregator an honest site, or the global model, ends on something that is not finite.
+Digits, LeNet, three sites of one worker in the simulator, with the guard of a deployment. The push is changed on its
+way to the server; all else is as the strategy has it. "honest" is the same run without it. The exit code is 1 if an
+honest site, or the global model, ends on something that is not finite.
 """
 
 from __future__ import annotations
@@ -69,6 +70,46 @@ HOSTILE = "mallory"
 
 
 @dataclass(frozen=True)
+class Attack:
+    """What the hostile site makes of its updates.
+
+    Attributes:
+        factor: what an update is multiplied with.
+        samples: what it says it stands for, times so much.
+        growth: the factor grows so many times with every push, and begins anew when it is 20.
+        noise: the update is replaced by noise of its norm first.
+        last: only the last push is changed.
+    """
+
+    factor: float = 1.0
+    samples: int = 1
+    growth: float = 1.0
+    noise: bool = False
+    last: bool = False
+
+    def change(self, push: Push) -> Push:
+        """The push that it sends instead."""
+        if self.last and not push.final:
+            return push
+        grown = self.growth ** (push.round % max(1, int(math.log(20, self.growth)))) if self.growth > 1 else 1.0
+        draw = torch.Generator().manual_seed(push.round) if self.noise else None
+        return times(replace(push, samples=push.samples * self.samples), self.factor * grown, draw)
+
+
+HONEST = Attack()
+ATTACKS = {
+    "times -1": Attack(-1.0),
+    "times -1.4": Attack(-1.4),
+    "times -5": Attack(-5.0),
+    "times -5, 10 times the samples": Attack(-5.0, samples=10),
+    "times -1, 10 times the samples": Attack(-1.0, samples=10),
+    "times -1, four times as much every time": Attack(-1.0, growth=4.0),
+    "noise, times 5": Attack(5.0, noise=True),
+    "the last times -100": Attack(-100.0, last=True),
+}
+
+
+@dataclass(frozen=True)
 class Result:
     """How a run ended: the accuracy of its global model, and whether all honest sites are finite."""
 
@@ -76,19 +117,22 @@ class Result:
     finite: bool
 
 
-def times(push: Push, factor: float) -> Push:
-    """A push with other values in the same places."""
+def times(push: Push, factor: float, draw: torch.Generator | None = None) -> Push:
+    """A push with other values in the same places: its own, or if `draw` is given noise of their norm, times factor."""
     found = []
     for segment in push.segments:
         values = torch.empty(segment.payload.numel)
         decode_into(segment.payload, values, fixed.STORE)
+        if draw is not None:
+            noise = torch.randn(values.shape, generator=draw)
+            values = noise * (values.norm() / noise.norm().clamp_min(1e-12))
         payload, _ = Fp32().encode(values * factor, {}, 0)
         found.append(Segment.at(segment.intervals, payload) if values.numel() else segment)
     return replace(push, segments=tuple(found))
 
 
-def train(strategy: str, aggregator: str | None, seed: int, steps: int, factor: float) -> Result:
-    """A run in which the hostile site sends its update times `factor`."""
+def train(strategy: str, aggregator: str | None, seed: int, steps: int, attack: Attack) -> Result:
+    """A run in which the hostile site sends what the attack makes of its updates."""
     part = "" if aggregator is None else f', aggregator: "{aggregator}"'
     chosen = f"{{name: {strategy}{part}}}"
     recipe = Recipe.parse(RECIPE.format(seed=seed, steps=steps, strategy=chosen), "poison.yaml")
@@ -99,8 +143,9 @@ def train(strategy: str, aggregator: str | None, seed: int, steps: int, factor: 
         receive = simulator.server.receive
 
         def receive_changed(message: Message, now: float) -> Outbox:
-            hostile = isinstance(message, Push) and message.site == HOSTILE and factor != 1
-            return receive(times(message, factor) if hostile and isinstance(message, Push) else message, now)
+            if isinstance(message, Push) and message.site == HOSTILE and attack != HONEST:
+                message = attack.change(message)
+            return receive(message, now)
 
         simulator.server.receive = receive_changed  # type: ignore[method-assign]
         simulator.run()
@@ -111,18 +156,14 @@ def train(strategy: str, aggregator: str | None, seed: int, steps: int, factor: 
     return Result(accuracy, finite)
 
 
-def main() -> None:
-    """Run every row with and without the attack, and print the table."""
-    parser = argparse.ArgumentParser(description="One of three sites sends its update times -5.")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--factor", type=float, default=-5.0)
-    parser.add_argument("--only", help="strategies with this in their names")
-    parser.add_argument("--quick", action="store_true", help="40 steps and one seed: whether it works at all")
-    given = parser.parse_args()
-    if given.quick:
-        given.steps, given.seeds = 40, 1
-    torch.set_num_threads(1)
+def measured(strategy: str, aggregator: str | None, given: argparse.Namespace, attack: Attack) -> tuple[float, bool]:
+    """The mean accuracy over the seeds, in percent, and whether all ended finite."""
+    found = [train(strategy, aggregator, seed, given.steps, attack) for seed in range(given.seeds)]
+    return 100 * statistics.mean(one.accuracy for one in found), all(one.finite for one in found)
+
+
+def aggregators(given: argparse.Namespace) -> ResultTable:
+    """Every aggregator, with and without one attack."""
     table = ResultTable(
         "poison",
         f"One of three sites sends {given.factor:g} times its update",
@@ -136,26 +177,55 @@ def main() -> None:
             ("honest sites finite", "finite", "{}"),
         ],
     )
-    bad = False
     for strategy, aggregator in [row for row in ROWS if (given.only or "") in row[0]]:
-        pairs = [
-            tuple(train(strategy, aggregator, seed, given.steps, factor) for factor in (1.0, given.factor))
-            for seed in range(given.seeds)
-        ]
-        finite = all(one.finite for pair in pairs for one in pair)
-        bad = bad or (aggregator is not None and not finite)
-        row: Row = {
-            "strategy": strategy,
-            "aggregator": aggregator or "its own",
-            "finite": "yes" if finite else "**NO**",
-        }
-        for place, name in enumerate(("honest", "attacked")):
-            found = statistics.mean(pair[place].accuracy for pair in pairs)
-            row[name] = None if math.isnan(found) else 100 * found
+        honest, _ = measured(strategy, aggregator, given, HONEST)
+        attacked, finite = measured(strategy, aggregator, given, Attack(given.factor))
+        row: Row = {"strategy": strategy, "aggregator": aggregator or "its own", "finite": _said(finite)}
+        row |= {"honest": honest, "attacked": None if math.isnan(attacked) else attacked}
         table.rows.append(row)
         print(table.cells(row), file=sys.stderr, flush=True)
+    return table
+
+
+def attacks(given: argparse.Namespace) -> ResultTable:
+    """Every attack on every strategy with its own aggregator."""
+    names = [name for name, own in ROWS if own is None and (given.only or "") in name]
+    table = ResultTable(
+        "attacks",
+        "One of three sites sends wrong updates",
+        f"Test accuracy of the global model on digits after {given.steps} steps, mean of {given.seeds} seeds. "
+        + measured_on(),
+        [("attack", "attack", "{}"), *((name, name, "{:.1f}") for name in names), ("finite", "finite", "{}")],
+    )
+    for what, attack in {"none": HONEST, **ATTACKS}.items():
+        found = {name: measured(name, None, given, attack) for name in names}
+        row: Row = {"attack": what, "finite": _said(all(finite for _, finite in found.values()))}
+        row |= {name: None if math.isnan(accuracy) else accuracy for name, (accuracy, _) in found.items()}
+        table.rows.append(row)
+        print(table.cells(row), file=sys.stderr, flush=True)
+    return table
+
+
+def _said(finite: bool) -> str:
+    return "yes" if finite else "**NO**"
+
+
+def main() -> None:
+    """Run every row with and without the attack, and print the table."""
+    parser = argparse.ArgumentParser(description="One of three sites sends wrong updates.")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--factor", type=float, default=-5.0)
+    parser.add_argument("--only", help="strategies with this in their names")
+    parser.add_argument("--attacks", action="store_true", help="more attacks, the strategies' own aggregators")
+    parser.add_argument("--quick", action="store_true", help="40 steps and one seed: whether it works at all")
+    given = parser.parse_args()
+    if given.quick:
+        given.steps, given.seeds = 40, 1
+    torch.set_num_threads(1)
+    table = attacks(given) if given.attacks else aggregators(given)
     print(table.markdown())
-    sys.exit(bad)
+    sys.exit(any(row["finite"] != "yes" for row in table.rows))
 
 
 if __name__ == "__main__":

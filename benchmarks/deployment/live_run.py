@@ -31,15 +31,23 @@ sites:
 links:
   - {{between: [hub, east], bandwidth: 100 Mbit/s, delay: 5 ms}}
   - {{between: [hub, west], bandwidth: 50 Mbit/s, delay: 10 ms}}
-compute: {{seconds_per_step: 0.01}}
+compute: {{seconds_per_step: {step_s}}}
 strategy: {{name: {strategy}, t_global: 3600}}
 """
 RESTARTS = "1000000"  # of torchrun; more than a soak needs
 
 
-def digits(strategy: str, *, steps: int = 1_000_000, east: int = 1, west: int = 1, name: str = "bench") -> Recipe:
+def digits(
+    strategy: str,
+    *,
+    steps: int = 1_000_000,
+    east: int = 1,
+    west: int = 1,
+    name: str = "bench",
+    step_s: float = 0.01,
+) -> Recipe:
     """A recipe of two sites on digits. The learning rate is constant, so a shorter run has the same first steps."""
-    text = DIGITS.format(name=name, strategy=strategy, steps=steps, east=east, west=west)
+    text = DIGITS.format(name=name, strategy=strategy, steps=steps, east=east, west=west, step_s=step_s)
     return Recipe.parse(text, f"{name}.yaml")
 
 

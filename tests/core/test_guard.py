@@ -13,7 +13,7 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Payload
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.guard import Guard
+from weightgrad.core.guard import CREDIT, Guard, Verdict, Weighed
 from weightgrad.core.push_facts import PushFacts
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_shard import ServerShard
@@ -58,8 +58,8 @@ def check(guard: Guard, one: Push) -> str | None:
 
 def close(guard: Guard, *, plausible: float = 0.0, final: str = "", round_: int = 1, **norms: Any) -> dict[str, str]:
     """What the guard says to the pushes of a round, by site."""
-    pushes = [(push(round_, site=site, final=site in final), norm) for site, norm in norms.items()]
-    return {site: why for (site, _), why in guard.out_of_line(pushes, plausible).items()}
+    pushes = [Weighed(push(round_, site=site, final=site in final), norm) for site, norm in norms.items()]
+    return {site: why for (site, _), why in guard.judge(pushes, plausible).refused.items()}
 
 
 def warmed(rounds: int = 5, *, guard: Guard | None = None, **norms: Any) -> Guard:
@@ -265,11 +265,121 @@ def test_state_goes_through_tensors() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"factor": 0.5}, "factor = 0.5"), ({"factor": math.nan}, "factor = nan"), ({"window": 0}, "window = 0")],
+    [
+        ({"factor": 0.5}, "factor = 0.5"),
+        ({"factor": math.nan}, "factor = nan"),
+        ({"window": 0}, "window = 0"),
+        ({"share": 0.1}, "share = 0.1"),
+    ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         Guard(**settings)
+
+
+# -- accounts -------------------------------------------------------------------------------
+
+
+def judged(guard: Guard, *, weights: dict[str, float] | None = None, final: str = "", **norms: Any) -> Verdict:
+    found = [
+        Weighed(push(1, site=site, final=site in final), norm, (weights or {}).get(site, 1.0))
+        for site, norm in norms.items()
+    ]
+    return guard.judge(found)
+
+
+def counted(guard: Guard, rounds: int, *, claims: float = 1.0, **norms: float) -> float:
+    """What "c" adds in so many rounds."""
+    total = 0.0
+    for _ in range(rounds):
+        verdict = judged(guard, weights={"c": claims}, **norms)
+        if ("c", 1) not in verdict.refused:
+            total += claims * norms["c"] * verdict.scales.get(("c", 1), 1.0)
+    return total
+
+
+@pytest.mark.parametrize("claims", [1.0, 10.0])
+@pytest.mark.parametrize("norm", [0.1, 1.0, 1.5, 1.9, 2.9, 5.0, 19.0])
+def test_in_any_rounds_a_site_adds_less_than_the_others_together(norm: float, claims: float) -> None:
+    """Whatever it sends, and however much it claims to weigh; a and b add 2 in a round."""
+    for rounds in (1, 3, 10, 100):
+        assert counted(Guard(), rounds, claims=claims, a=1.0, b=1.0, c=norm) <= CREDIT["updates"] + 1.5 * rounds
+
+
+def test_more_sites_may_differ_more() -> None:
+    norms = dict.fromkeys("abdefghi", 1.0)
+    assert counted(Guard(), 100, c=5.9, **norms) == pytest.approx(590.0), "eight others add more than 0.75 * 8"
+    assert counted(Guard(), 100, c=5.9, a=1.0, b=1.0, d=1.0) < 50
+
+
+def test_what_is_too_large_now_and_then_counts_in_full() -> None:
+    guard = Guard()
+    for number in range(60):
+        verdict = judged(guard, a=1.0, b=1.0, c=3.0 if number % 6 == 5 else 1.0)
+        assert not verdict.refused
+        assert not verdict.scales
+
+
+def test_credit_has_to_be_earned() -> None:
+    assert judged(Guard(), a=1.0, b=1.0, c=3.4).scales == {("c", 1): pytest.approx(2.0 / 3.4)}
+    assert not judged(warmed(10, a=1.0, b=1.0, c=1.0), a=1.0, b=1.0, c=3.4).scales
+
+
+def test_a_site_that_is_too_large_every_time_is_refused_until_it_is_not() -> None:
+    guard = Guard()
+    counted(guard, 5, a=1.0, b=1.0, c=5.0)
+    (why,) = judged(guard, a=1.0, b=1.0, c=5.0).refused.values()
+    assert why == (
+        "update of c at round 1 weighs 5 times as much as is usual for the other sites, and those before it did so too"
+    )
+    assert judged(guard, a=1.0, b=1.0, c=1.8).scales == {("c", 1): pytest.approx(1 / 1.8)}
+    assert not judged(guard, a=1.0, b=1.0, c=1.0).scales
+
+
+def test_a_site_that_sends_nothing_gets_nobody_into_debt() -> None:
+    guard = Guard()
+    for _ in range(100):
+        verdict = judged(guard, a=1.0, b=1.4, c=1e-9)
+        assert not verdict.refused
+        assert not verdict.scales
+
+
+def test_two_sites_have_no_accounts() -> None:
+    guard = Guard()
+    for _ in range(100):
+        verdict = judged(guard, a=1.0, b=5.0)
+        assert not verdict.refused
+        assert not verdict.scales
+
+
+def test_a_last_push_is_compared_with_those_of_the_others() -> None:
+    """It holds what many rounds have kept. The first to finish may send ten times what is usual; then it is known."""
+    alone = judged(warmed(10, a=1.0, b=1.0, c=1.0), a=1.0, b=1.0, c=11.0, final="c")
+    assert not alone.scales
+    together = judged(warmed(10, a=1.0, b=1.0, c=1.0), a=1.0, b=1.0, c=11.0, final="abc")
+    assert together.scales[("c", 1)] < 0.5
+    guard = warmed(10, a=1.0, b=1.0, c=1.0)
+    assert not judged(guard, a=9.0, b=9.0, c=1.0, final="ab").scales
+    assert not judged(guard, c=9.0, final="c").scales
+
+
+def test_when_the_others_have_finished_a_site_in_debt_moves_nothing_any_more() -> None:
+    guard = Guard()
+    counted(guard, 5, a=1.0, b=1.0, c=5.0)
+    judged(guard, a=1.0, b=1.0, c=5.0, final="ab")
+    for norm in (5.0, 1.9, 0.5):
+        assert judged(guard, c=norm).refused
+    good = warmed(10, a=1.0, b=1.0, c=1.0)
+    judged(good, a=1.0, b=1.0, c=1.0, final="ab")
+    for _ in range(20):
+        assert not judged(good, c=1.0).refused, "one that is not goes on alone"
+
+
+def test_accounts_survive_a_checkpoint() -> None:
+    first, again = Guard(), Guard()
+    counted(first, 5, a=1.0, b=1.0, c=5.0)
+    again.load(first.state())
+    assert judged(again, a=1.0, b=1.0, c=5.0).refused
 
 
 # -- in front of a global server ------------------------------------------------------------
@@ -330,7 +440,7 @@ def test_a_push_that_comes_twice_is_judged_once() -> None:
     assert one.receive(push(1, spoilt(math.nan), site="b"), 0.0).refused
     assert not one.receive(push(1, spoilt(math.nan), site="b"), 0.0).refused
     one.receive(push(1, UNIT, site="a"), 0.0)
-    assert one.checkpoint()["guard.a"].tolist() == [0.0, pytest.approx(1.0)]
+    assert one.checkpoint()["guard.a"].tolist()[3:] == [pytest.approx(1.0)]
 
 
 def test_a_refused_final_push_still_ends_the_sites_training() -> None:

@@ -159,10 +159,10 @@ def test_a_site_whose_server_has_ended_says_so_and_ends_with_what_it_has(keeps: 
 def test_a_site_that_pushes_nothing_any_more_does_not_keep_the_server(
     connected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has joined after the others had finished, so no round is open that would lose it."""
+    """It has joined after the others had finished, so no round is open that would lose it. By default: 120 s."""
     server = GlobalServer(
         run_config(tiny("baseline", workers=1)),
-        ServeOptions(until_finished=True, return_s=120.0),
+        ServeOptions(until_finished=True),
         InMemoryServer(InMemoryNetwork(), "hub"),
     )
     now = [1000.0]

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -47,6 +48,7 @@ WANTED = [
         "updates_total",
         "sites_set_aside_total",
         "refused_updates_total",
+        "limited_updates_total",
     ),
     *("up_bytes_total", "down_bytes_total", "socket_bytes", "refused_connections_total"),
     *("site_up", "site_step", "site_staleness_versions", "waiting_for"),
@@ -264,6 +266,37 @@ def test_a_reader_that_says_nothing_holds_up_nobody(serve: Serve) -> None:
         before = time.monotonic()
         server.stop()
         assert time.monotonic() - before < 5
+
+
+def test_any_number_of_readers_that_say_nothing_has_few_threads(serve: Serve) -> None:
+    """The oldest one has to go when another one comes."""
+    server, before = serve(), threading.active_count()
+    readers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3 * health.MOST_READERS)]
+    try:
+        assert get(server, "/healthz")[0] == 200
+        readers[0].settimeout(30)
+        assert readers[0].recv(1) == b"", "it was ended"
+        assert threading.active_count() - before <= 2 * health.MOST_READERS
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def test_a_reader_that_says_a_little_now_and_then_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "READER_S", 0.3)
+    with socket.create_connection(("127.0.0.1", serve().port)) as reader:
+        reader.settimeout(0.05)
+        for _ in range(600):
+            try:
+                reader.send(b"G")
+                if reader.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            raise AssertionError("it may go on for ever")
 
 
 def test_an_address_that_is_taken_is_named(serve: Serve) -> None:

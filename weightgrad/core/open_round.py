@@ -12,6 +12,7 @@ from typing import Any
 
 from weightgrad.core.agreement import Signs
 from weightgrad.core.decision import Decision
+from weightgrad.core.guard import Verdict
 from weightgrad.core.push_facts import PushFacts
 from weightgrad.wire.messages import Push, RoundResult
 
@@ -33,7 +34,7 @@ class OpenRound:
     refused: dict[tuple[str, int], str] = field(
         default_factory=dict
     )  # (site, round) of a push -> why it counts as empty
-    out_of_line: dict[tuple[str, int], str] = field(default_factory=dict)  # those of them that were found as it closed
+    verdict: Verdict = field(default_factory=Verdict)  # of the guard, when the round closes
     overdue_reported: bool = False  # whether the sites that hold the others back have been reported
 
     def receive(self, push: Push, now: float, *, nbytes: int, late: bool, facts: PushFacts) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from weightgrad.core.guard import Guard
+from weightgrad.core.guard import CREDIT, Guard, Weighed
 from weightgrad.core.open_round import OpenRound
 from weightgrad.core.push_facts import PushFacts
 from weightgrad.core.server_strategy import ServerStrategy
@@ -63,21 +64,25 @@ class PushChecks:
         """Why the guard refuses a push by itself, when it comes; None if it does not."""
         return None if self.guard is None else self.guard.problem(push, facts)
 
-    def compare(self, closing: OpenRound, rate: float | None, first_norm: float) -> None:
+    def compare(
+        self, closing: OpenRound, weight: Callable[[Push], float], rate: float | None, first_norm: float
+    ) -> None:
         """Let the guard compare the pushes of a round that closes with each other and with what is usual.
 
         Args:
-            closing: the round, which gets what is refused.
+            closing: the round, which gets the verdict.
+            weight: the weight that a push claims.
             rate: the learning rate to step with, where gradients are shared.
             first_norm: the norm of the first global model; a first push of that size is plausible.
         """
         if self.guard is None:
             return
-        norms = [
-            (push, math.sqrt(closing.facts[push.site, push.round].squares))
+        found = [
+            Weighed(push, math.sqrt(closing.facts[push.site, push.round].squares), weight(push))
             for push in sorted(closing.pushes, key=lambda push: (push.site, push.round))
             if (push.site, push.round) not in closing.refused
         ]
         plausible = first_norm if rate is None else first_norm / rate if rate > 0 else math.inf
-        closing.out_of_line = self.guard.out_of_line(norms, plausible)
-        closing.refused |= closing.out_of_line
+        credit = CREDIT["updates" if rate is None else "gradients"]
+        closing.verdict = self.guard.judge(found, plausible, credit=credit)
+        closing.refused |= closing.verdict.refused

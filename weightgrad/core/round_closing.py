@@ -70,7 +70,7 @@ class RoundClosing:
         senders = sorted(closing.pushes, key=lambda push: (push.site, push.round))
         self.agreed.take(senders)
         rate = self.agreed.rate(senders, alone=plan.consistency.alone)
-        self._checks.compare(closing, rate, first_norm)
+        self._checks.compare(closing, self._weight, rate, first_norm)
         pushes = tuple(
             ClosedPush(
                 site=push.site,
@@ -114,16 +114,16 @@ class RoundClosing:
         return self.agreed.weight(push) * self._plan.consistency.weight(self._progress.version - push.seen)
 
     def _limited(self, pushes: tuple[ClosedPush, ...], closing: OpenRound) -> tuple[ClosedPush, ...]:
-        """Weigh down the pushes that are larger than the aggregator's limit allows."""
+        """Weigh down the pushes that are larger than the guard or the aggregator's limit allows."""
         limit = self._plan.aggregator.limit
         norms = {push: math.sqrt(closing.facts[push.site, push.round].squares) for push in pushes if push.counts}
-        usual = statistics.median_low([norm for norm in norms.values() if norm > 0] or [0.0])
-        if not limit or not usual:
-            return pushes
-        scales = {push: min(1.0, limit * usual / norm) for push, norm in norms.items() if norm > 0}
+        usual = limit * statistics.median_low([norm for norm in norms.values() if norm > 0] or [0.0])
+        scales = {push: closing.verdict.scales.get((push.site, push.round), 1.0) for push in pushes}
+        if usual > 0:
+            scales |= {push: min(scales[push], usual / norm) for push, norm in norms.items() if norm > 0}
         return tuple(
-            replace(push, weight=push.weight * scales[push], scale=scales[push]) if push in scales else push
-            for push in pushes
+            replace(push, weight=push.weight * scale, scale=scale) if scale < 1 else push
+            for push, scale in scales.items()
         )
 
     def _total_weight(self, closing: OpenRound, weight: float) -> float:

@@ -83,7 +83,8 @@ class RoundOutcome:
                 self._members.included(push.site)
             elif self._members.fault(push.site):
                 out.aside.append(push.site)
-        out.refused += [(site, why) for (site, _), why in closing.out_of_line.items()]
+        out.refused += [(site, why) for (site, _), why in closing.verdict.refused.items()]
+        out.limited += [(site, why) for (site, _), why in closing.verdict.limited.items()]
         self._results.remember(result, max(part.first_result for part in parts))
         out.messages += messages.items()
         out.closed.append(

@@ -18,6 +18,7 @@ class Outbox:
     lost: list[str] = field(default_factory=list)
     held_back: list[str] = field(default_factory=list)  # the sites that hold the others back
     refused: list[tuple[str, str]] = field(default_factory=list)  # (site, reason) of pushes counted as empty
+    limited: list[tuple[str, str]] = field(default_factory=list)  # (site, reason) of pushes that count only in part
     aside: list[str] = field(default_factory=list)  # the sites that are set aside from now on
 
 

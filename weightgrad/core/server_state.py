@@ -161,6 +161,7 @@ class ServerState:
             out.messages += closed.messages
             out.closed += closed.closed
             out.refused += closed.refused
+            out.limited += closed.limited
             out.aside += closed.aside
         return out
 

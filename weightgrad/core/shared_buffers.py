@@ -6,8 +6,10 @@ their mean, weighted by samples:
     floating-point      the mean, computed in float64, so that the mean of equal values is that value
     integers            the largest, as of the counter of batches
 
-A buffer that has a NaN or an Inf at some site counts there as not sent; with three sites or more, so does one whose
-norm is far beyond that of the others'. No site weighs more than `MOST_WEIGHT` times the median one.
+A buffer that has a NaN or an Inf at some site counts there as not sent. With three sites or more, so does one whose
+norm is far beyond that of the others', or that has negative values where theirs, such as variances, have none; and a
+buffer that only a minority has is left out. No site weighs more than `MOST_WEIGHT` times the median one, and of three
+or more none weighs more than all others together.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ MOST_BYTES = 3 << 18
 
 
 _MOST_NORM = 100.0  # times the norm of the others' buffer
+_MOST_POSITIVE = 10.0  # the same, where no value of theirs is negative: a variance; means are now and then near zero
 
 
 class SharedBuffers:
@@ -75,15 +78,21 @@ def finite(buffer: Tensor) -> bool:
 
 
 def _in_line(alike: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Without buffers that are far larger than the others', and with weights that are not far larger."""
+    """Without buffers that are far from the others', and with weights that are not far larger."""
     most = int(MOST_WEIGHT) * max(1, statistics.median_low([samples for samples, _ in alike]))
-    norms = [float(buffer.double().norm()) if buffer.dtype != torch.bool else 0.0 for _, buffer in alike]
+    weights = [min(max(0, samples), most) for samples, _ in alike]
+    if len(alike) < 3:
+        return [(weight, buffer) for weight, (_, buffer) in zip(weights, alike, strict=True)]
+    norms = [float(buffer.double().norm()) for _, buffer in alike]
+    positive = [bool((buffer >= 0).all()) for _, buffer in alike]
     found = []
-    for place, (samples, buffer) in enumerate(alike):
-        others = [norm for at, norm in enumerate(norms) if at != place]
-        usual = statistics.median_high(others) if len(others) > 1 else 0.0
-        if usual <= 0 or norms[place] <= _MOST_NORM * usual:
-            found.append((min(max(0, samples), most), buffer))
+    for place, (_, buffer) in enumerate(alike):
+        others = [at for at in range(len(alike)) if at != place]
+        usual = statistics.median_high([norms[at] for at in others])
+        theirs = all(positive[at] for at in others)
+        if norms[place] > (_MOST_POSITIVE if theirs else _MOST_NORM) * usual or (theirs and not positive[place]):
+            continue
+        found.append((min(weights[place], sum(weights[at] for at in others)), buffer))
     return found
 
 
@@ -98,6 +107,8 @@ def combined(sites: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Ten
         named = [(samples, buffers[name]) for samples, buffers in sites if name in buffers]
         (kind, _), *_ = Counter((one.shape, one.dtype) for _, one in named).most_common(1)  # of equals, the first
         alike = [(samples, one) for samples, one in named if (one.shape, one.dtype) == kind]
+        if len(sites) > 2 and 2 * len(alike) <= len(sites):
+            continue
         first = alike[0][1]
         alike = _in_line(alike)
         total = sum(samples for samples, _ in alike)

@@ -1,16 +1,19 @@
 """A small HTTP server: `/metrics` for Prometheus, `/healthz` for whatever restarts unhealthy processes.
 
 It has neither TLS nor authentication, so it belongs on an address that only your own network reaches. It runs in
-threads of its own: `status` is called from them, and a slow reader delays nobody.
+threads of its own: `status` is called from them, and a slow reader delays nobody. There are at most `MOST_READERS` at a
+time, and none for longer than `READER_S`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +24,9 @@ from weightgrad.runtime.metrics import MetricSet
 
 # Every Prometheus reads this version; the library's own constant names one that old releases do not know.
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+MOST_READERS = 32
+READER_S = 10.0
 
 Status = Callable[[], dict[str, object]]
 """Returns facts about the process; the fact `healthy` decides between 200 and 503."""
@@ -77,7 +83,30 @@ class _Http(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._readers: dict[
+            int, tuple[float, socket.socket]
+        ] = {}  # by number of the socket: until when, and the socket
         super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin a thread for a reader; where there are too many, the oldest one has to go."""
+        while len(self._readers) >= MOST_READERS:
+            self._end(min(self._readers, key=lambda one: self._readers[one][0]))
+        self._readers[request.fileno()] = time.monotonic() + READER_S, request
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called a few times a second: end those who take too long, and forget those who have gone."""
+        for number, (until, request) in list(self._readers.items()):
+            if request.fileno() != number:
+                self._readers.pop(number)
+            elif time.monotonic() > until:
+                self._end(number)
+
+    def _end(self, number: int) -> None:
+        _, request = self._readers.pop(number)
+        with contextlib.suppress(OSError):  # it has gone by itself
+            request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         # The method of HTTPServer looks up its own host name, which can take many seconds.

@@ -83,6 +83,9 @@ class ServerMetrics(MetricSet):
         self.refused_updates_total = self._counter(
             "refused_updates_total", "Updates of a site that were refused and counted as empty.", "site"
         )
+        self.limited_updates_total = self._counter(
+            "limited_updates_total", "Updates of a site that weighed too much and counted only in part.", "site"
+        )
         self.sites_set_aside_total = self._counter(
             "sites_set_aside_total", "How often a site was set aside, so that rounds do not wait for it.", "site"
         )

@@ -201,7 +201,8 @@ class ServerInputs:
     def _make_coordinator(self, numel: int) -> ServerCoordinator:
         strategy = self._admission.strategy = self._run_config.strategy_for(numel, self._admission.optimizer)
         # Without a guard, one that refuses only what is not finite.
-        coordinator = ServerCoordinator(strategy.for_server(), numel, self._guard or Guard(factor=1e9))
+        guard = self._guard or Guard(factor=1e9, share=1e9)
+        coordinator = ServerCoordinator(strategy.for_server(), numel, guard)
         coordinator.elsewhere = bool((self._admission.optimizer or {}).get(AT_SITES))
         if self._run_config.most_rate is not None:
             coordinator.most_rate = self._run_config.most_rate

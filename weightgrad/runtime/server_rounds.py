@@ -234,6 +234,8 @@ class ServerRounds:
         if not self._process.replaying:
             for site, why in out.refused:
                 self._telemetry.refused_update(site, why)
+            for site, why in out.limited:
+                self._telemetry.limited_update(site, why)
             for name in out.held_back:
                 self._telemetry.held_back(name)
             for name in out.lost:

@@ -212,6 +212,13 @@ class Telemetry:
             server_log.error("an update of %s was refused: %s", site, why)
             self.write("refused", site=site, why=why)
 
+    def limited_update(self, site: str, why: str) -> None:
+        """Note that an update of a site counts only in part."""
+        self.metrics.limited_updates_total.labels(site=site).inc()
+        if self._lines.try_take(("limited", site)):
+            server_log.warning("an update of %s was limited: %s; `serve --most-share` sets the limit", site, why)
+            self.write("limited", site=site, why=why)
+
     def refused_connection(self, reason: str) -> None:
         """Note that a connection was refused, for one of a few fixed reasons."""
         self.metrics.refused_connections_total.labels(reason=reason).inc()

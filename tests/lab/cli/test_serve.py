@@ -20,7 +20,7 @@ from tests import fork_server
 from tests.runtime.deployment import PATIENCE_S, Hub
 from tests.runtime.user_sites import Meet, UserScript, backward, flat, network
 from weightgrad import event_log
-from weightgrad.errors import RecipeError, StrategyError, WeightGradError
+from weightgrad.errors import RecipeError, RunError, StrategyError, WeightGradError
 from weightgrad.lab.cli.serve import serve
 from weightgrad.lab.recipes.site_list import SiteList, load_served
 from weightgrad.lab.run import deployment
@@ -241,3 +241,16 @@ def test_the_strategy_of_a_list_of_sites_is_that_of_the_run() -> None:
 def test_serving_without_certificates_is_still_refused() -> None:
     with pytest.raises(StrategyError, match="serve needs --credentials"):
         serve(sites="a,b")
+
+
+def test_what_a_server_writes_is_for_its_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
+    """Also what others make in its name, such as the event log, which opens its file as every file is opened."""
+    (tmp_path / "file").touch()
+    before = os.umask(0)
+    try:
+        with pytest.raises(RunError, match="cannot make the directory"):
+            serve(sites="a,b", insecure=True, listen="127.0.0.1:0", out=tmp_path / "file" / "out")
+        (tmp_path / "made").touch()
+        assert (tmp_path / "made").stat().st_mode & 0o077 == 0
+    finally:
+        os.umask(before)

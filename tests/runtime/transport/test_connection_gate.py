@@ -62,7 +62,7 @@ def test_a_connection_that_no_site_uses_is_ended_in_time(port: Port) -> None:
     gate = ConnectionGate(port.port, GateLimits(handshake_s=10.0), refused.append)
     (site,) = port.connect()
     (stranger,) = port.connect()
-    gate.prove(site)
+    gate.prove(site, "east")
     assert gate.look(100.0) == 0
     assert gate.look(109.0) == 0
     assert gate.look(110.0) == 1
@@ -90,11 +90,31 @@ def test_in_all_only_so_many_stay_and_the_address_with_most_loses_them(port: Por
     assert set(honest) <= port.open()
 
 
+def test_a_site_keeps_only_a_few_connections_that_it_does_not_use(port: Port) -> None:
+    """Each was proven by a call of a site; otherwise one site could take all that the server may have."""
+    used: set[str] = set()
+    gate = ConnectionGate(port.port, GateLimits(idle_per_site=2, idle_s=60.0), lambda reason: None, lambda: used)
+    ours, others, idle = port.connect(4), port.connect(2), port.connect(5)
+    used |= set(ours)
+    for peer in (*ours, *idle):
+        gate.prove(peer, "west")
+    for peer in others:
+        gate.prove(peer, "east")
+    now = time.monotonic()
+    assert gate.look(now) == 3
+    assert port.open() == {*ours, *others, *idle[:2]}
+    assert gate.look(now + 61.0) == 4, "and none of them for ever"
+    assert port.open() == set(ours)
+    assert gate.look(now + 1000.0) == 0
+    used.clear()
+    assert gate.look(now + 1030.0) == 2, "a session has ended"
+
+
 def test_proven_connections_count_as_nobodys(port: Port) -> None:
     gate = ConnectionGate(port.port, GateLimits(per_address=1, in_all=1), lambda reason: None)
     sites = port.connect(8)
     for site in sites:
-        gate.prove(site)
+        gate.prove(site, "east")
     assert gate.look(1.0) == 0
     assert gate.look(1000.0) == 0
     assert port.open() == set(sites)

@@ -78,6 +78,12 @@ def serve(
         float,
         typer.Option(help="Refuse updates this many times larger than usual for the other sites; 0: never."),
     ] = 20.0,
+    most_share: Annotated[
+        float,
+        typer.Option(
+            help="From three sites on, count what a site adds only up to this share of what the others add together."
+        ),
+    ] = 0.75,
     max_parameters: Annotated[
         int | None,
         typer.Option(help="The largest model that a site may bring; default: what half of the memory is enough for."),
@@ -141,7 +147,7 @@ def serve(
             state=own,
             out=out,
             until_finished=until_finished,
-            guard=Guard(factor=refuse_norm) if refuse_norm > 0 else None,
+            guard=Guard(factor=refuse_norm, share=most_share) if refuse_norm > 0 else None,
             advertise=tuple(advertise.split(",")) if advertise is not None else None,
             max_parameters=max_parameters,
             first_site=first_site,

@@ -205,6 +205,11 @@ class RunState:
         told = f"an update of {event.get('site')} was refused: {event.get('why')}"
         self._tell(t, told, "fault", [str(event.get("site"))])
 
+    def _on_limited(self, source: str, t: float, event: Event) -> None:
+        del source
+        told = f"an update of {event.get('site')} was limited: {event.get('why')}"
+        self._tell(t, told, "fault", [str(event.get("site"))])
+
     def _on_process(self, source: str, t: float, event: Event) -> None:
         del source, t
         self.processes[str(event["name"])] = {

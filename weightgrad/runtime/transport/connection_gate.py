@@ -4,7 +4,8 @@ gRPC accepts every TCP connection and gives it time for its TLS handshake, so so
 all file descriptors of the process. The gate looks at the open connections of the server's port a few times a second.
 A connection is proven once a call on it came from a site of the run. Of the others only so many stay, from one address
 and in all, and none for longer than a handshake takes: the gate shuts their sockets down, and gRPC closes them.
-Connections that are proven are never touched.
+Connections that a session of a site uses are never touched. Of those that are proven and that no session uses, a site
+has only so many, and none for long: otherwise one site could take all connections that the server may have.
 
 gRPC does not expose its sockets, so they are found among the open files of the process, as `socket_bytes.py` does.
 Where that is not possible (not Linux), only gRPC's own limits hold.
@@ -19,7 +20,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from weightgrad.errors import SpecError
@@ -40,14 +41,18 @@ class GateLimits:
         per_address: unproven connections from one address.
         in_all: unproven connections from all addresses together.
         handshake_s: seconds until a connection must have been used by a site of the run.
+        idle_per_site: connections of a site that none of its sessions uses.
+        idle_s: seconds for which there may be such a one.
     """
 
     per_address: int = 64
     in_all: int = 256
     handshake_s: float = 10.0
+    idle_per_site: int = 256
+    idle_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("per_address", "in_all", "handshake_s"):
+        for name in ("per_address", "in_all", "handshake_s", "idle_per_site", "idle_s"):
             if not getattr(self, name) > 0:
                 raise SpecError(f"GateLimits.{name} is {getattr(self, name)!r}; it must be positive")
 
@@ -59,11 +64,18 @@ class ConnectionGate:
         port: the port.
         limits: how many connections of strangers stay open.
         on_refused: called with a fixed phrase for each connection that is shut down.
+        in_use: the endpoints that sessions use now.
     """
 
-    def __init__(self, port: int, limits: GateLimits, on_refused: Callable[[str], None]) -> None:
-        self._port, self._limits, self._on_refused = port, limits, on_refused
-        self._proven: set[str] = set()  # endpoints
+    def __init__(
+        self,
+        port: int,
+        limits: GateLimits,
+        on_refused: Callable[[str], None],
+        in_use: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        self._port, self._limits, self._on_refused, self._in_use = port, limits, on_refused, in_use
+        self._proven: dict[str, str] = {}  # the site at each endpoint
         self._since: dict[str, float] = {}  # when an endpoint was first seen
         self._ended: set[str] = set()
         self._said = 0.0
@@ -81,15 +93,16 @@ class ConnectionGate:
         if self._thread.is_alive():
             self._thread.join(5.0)
 
-    def prove(self, peer: str) -> None:
-        """A call from the endpoint "HOST:PORT" came from a site of the run."""
+    def prove(self, peer: str, site: str) -> None:
+        """A call from the endpoint "HOST:PORT" came from this site of the run."""
         with self._lock:
-            self._proven.add(peer)
+            self._proven[peer] = site
+            self._since[peer] = time.monotonic()
 
     def doubt(self, peer: str) -> None:
         """A session at the endpoint was ended: it has the time of a handshake to prove itself anew."""
         with self._lock:
-            self._proven.discard(peer)
+            self._proven.pop(peer, None)
             self._since[peer] = time.monotonic()
 
     def _watch(self) -> None:
@@ -108,15 +121,16 @@ class ConnectionGate:
         Returns:
             How many connections were shut down.
         """
-        files = connections(self._port)
+        files, used = connections(self._port), frozenset(self._in_use())
         with self._lock:
-            self._proven &= files.keys()
+            self._proven = {peer: site for peer, site in self._proven.items() if peer in files}
             self._ended &= files.keys()
-            self._since = {peer: self._since.get(peer, now) for peer in files}
+            self._since = {peer: now if peer in used else self._since.get(peer, now) for peer in files}
             strangers = [peer for peer in files if peer not in self._proven and peer not in self._ended]
             strangers.sort(key=lambda peer: self._since[peer])
             late = [peer for peer in strangers if now - self._since[peer] >= self._limits.handshake_s]
             chosen = set(late) | self._too_many([peer for peer in strangers if peer not in late])
+            chosen |= self._idle([peer for peer in self._proven if peer not in used | self._ended], now)
             for peer in chosen:
                 self._ended.add(peer)
                 _shut_down(files[peer])
@@ -146,6 +160,16 @@ class ConnectionGate:
         while left > self._limits.in_all:
             chosen.add(max(by_address.values(), key=len).pop())
             left -= 1
+        return chosen
+
+    def _idle(self, peers: list[str], now: float) -> set[str]:
+        """Of proven connections that no session uses, the old ones and the newest ones of sites that have too many."""
+        chosen = {peer for peer in peers if now - self._since[peer] >= self._limits.idle_s}
+        by_site: dict[str, list[str]] = {}
+        for peer in sorted(peers, key=lambda peer: self._since[peer]):
+            by_site.setdefault(self._proven[peer], []).append(peer)
+        for found in by_site.values():
+            chosen |= set(found[self._limits.idle_per_site :])
         return chosen
 
 

@@ -59,11 +59,11 @@ class Questions:
     """The two calls of a gRPC server.
 
     Args:
-        prove: called with the address of a caller that may ask, so that its connection is not taken for a stranger's.
+        prove: called with a caller that may ask, so that its connection is not taken for a stranger's.
         end: ends a call with the status of an error, by an exception.
     """
 
-    def __init__(self, prove: Callable[[str], None], end: Callable[[WeightGradError, Any], None]) -> None:
+    def __init__(self, prove: Callable[[Caller], None], end: Callable[[WeightGradError, Any], None]) -> None:
         self.responder: Responder | None = None
         self._prove, self._end = prove, end
         self._asked = SeldomActions(per_s=_ASKED_PER_S, burst=100)
@@ -109,7 +109,7 @@ class Questions:
         if responder is None:
             raise LinkError("this process of the server answers no questions; ask the first one, or a little later")
         responder.check_caller(caller)
-        self._prove(caller.address)
+        self._prove(caller)
         return responder, caller
 
 

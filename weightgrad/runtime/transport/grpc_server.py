@@ -92,7 +92,7 @@ class GrpcServer(ServerTransport):
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_sessions, name="sessions-watch", daemon=True)
         self._questions = Questions(
-            lambda address: self._gate.prove(_endpoint_of(address)),
+            lambda caller: self._gate.prove(_endpoint_of(caller.address), caller.name or ""),
             lambda error, context: SessionEnd.of(error).abort(context),
         )
         handlers = {
@@ -104,7 +104,9 @@ class GrpcServer(ServerTransport):
         self._server, self.port = make_server(
             listen, credentials, self.limits.keepalive, self.limits.gate.handshake_s, handlers
         )
-        self._gate = ConnectionGate(self.port, self.limits.gate, lambda reason: self._application.on_refused(reason))
+        self._gate = ConnectionGate(
+            self.port, self.limits.gate, lambda reason: self._application.on_refused(reason), self._used_endpoints
+        )
         self._endpoints: dict[str, Peer] = {}  # the peer at each endpoint
         self._sockets = SocketBytes(self.port, side="server", owner=lambda endpoint: self._endpoints.get(endpoint))
 
@@ -152,12 +154,14 @@ class GrpcServer(ServerTransport):
 
     def socket_bytes(self) -> dict[Peer, Traffic]:
         """See `ServerTransport.socket_bytes`."""
+        self._endpoints = self._used_endpoints()
+        return self._sockets.sample() or {}
+
+    def _used_endpoints(self) -> dict[str, Peer]:
+        """The peer at each endpoint that has a stream of a session."""
         with self._lock:
             sessions = list(self._sessions.values())
-        self._endpoints = {
-            _endpoint_of(entry.peer_address): session.peer for session in sessions for entry in session.entries()
-        }
-        return self._sockets.sample() or {}
+        return {_endpoint_of(entry.peer_address): session.peer for session in sessions for entry in session.entries()}
 
     def drop(self, peer: Peer, why: str) -> None:
         """See `ServerTransport.drop`. Its connections are closed a little later, unless they are used again."""
@@ -190,7 +194,7 @@ class GrpcServer(ServerTransport):
         try:
             entry = self._read_entry_request(request, context)
             self._application.check_peer(entry)
-            self._gate.prove(_endpoint_of(entry.peer_address))
+            self._gate.prove(_endpoint_of(entry.peer_address), entry.peer.site)
             result, session = self._admit(entry)
         except WeightGradError as error:
             if self._lines.try_take(_endpoint_of(unquote(context.peer())).rpartition(":")[0]):
@@ -261,7 +265,7 @@ class GrpcServer(ServerTransport):
         metadata = dict(context.invocation_metadata())
         entry = self._read_entry_request(b"", context)
         self._application.check_peer(entry)
-        self._gate.prove(_endpoint_of(entry.peer_address))
+        self._gate.prove(_endpoint_of(entry.peer_address), entry.peer.site)
         number, key = metadata.get(STREAM_KEY, ""), metadata.get(SESSION_KEY, "")
         if not (number.isdecimal() and len(number) < 4 and int(number) <= MAX_STREAMS):
             raise ProtocolError(f"stream number {number[:20]!r}; it must be 0 to {MAX_STREAMS}")
