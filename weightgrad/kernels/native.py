@@ -82,6 +82,20 @@ class Sent(ctypes.Structure):
     )
 
 
+class GapStreams(ctypes.Structure):
+    """`wg_gap_streams` of wg.h."""
+
+    _fields_ = (
+        ("low", ctypes.c_void_p),
+        ("unary", ctypes.c_void_p),
+        ("unary_bytes", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("numel", ctypes.c_uint64),
+        ("width", ctypes.c_int32),
+        ("rice", ctypes.c_int32),
+    )
+
+
 _POINTER, _SIZE, _INT, _FLOAT, _DOUBLE = (
     ctypes.c_void_p,
     ctypes.c_uint64,
@@ -126,7 +140,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_unpack": (None, (_POINTER, _SIZE, _INT, _POINTER)),
     "wg_gap_costs": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER)),
     "wg_pack_gaps": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER, _POINTER)),
-    "wg_unpack_gaps": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _SIZE, _POINTER)),
+    "wg_check_gaps": (_INT, (_POINTER,)),
+    "wg_unpack_gaps": (_INT, (_POINTER, _POINTER)),
+    "wg_scatter_gaps": (_INT, (_POINTER, _POINTER, _FLOAT, _INT, _POINTER)),
     "wg_elias": (_SIZE, (_POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER)),
     "wg_elias_decode": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_assign": (None, (_POINTER, _SIZE, _POINTER, _INT, _INT, _POINTER)),

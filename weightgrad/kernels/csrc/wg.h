@@ -65,6 +65,13 @@ typedef struct {
     const float *means;
 } wg_sent;
 
+/* The streams of k indices below n: see bits.c. */
+typedef struct {
+    const uint8_t *low, *unary;
+    uint64_t unary_bytes, k, n;
+    int32_t width, rice; /* rice: 0 with a fixed width, which has no unary stream */
+} wg_gap_streams;
+
 #define WG_BLOCK 4096u      /* elements under one partial sum */
 #define WG_SCAN_BLOCK 1024u /* elements looked at before any is written: fits the first-level cache */
 #define WG_TREE 32u         /* fan-in of a column sum */

@@ -1,0 +1,132 @@
+/* Sorted indices from the streams that bits.c writes.
+ *
+ * The i-th index is the sum of the first i + 1 gaps, plus i. The unary parts of those gaps are the zeros before the i-th
+ * one of the unary stream: so ones are looked for a word or a byte at a time, and an index needs nothing of the one before
+ * it but the sum of the low bits.
+ */
+#include "units.h"
+
+/* The eight bytes from `byte` on; zeros behind the end. */
+static inline uint64_t word_at(const uint8_t *stream, uint64_t bytes, uint64_t byte) {
+    uint64_t word = 0;
+    if (byte + 8 <= bytes) memcpy(&word, stream + byte, 8);
+    else if (byte < bytes) memcpy(&word, stream + byte, bytes - byte);
+    return word;
+}
+
+static inline uint64_t low_at(const wg_gaps *g, uint64_t i) {
+    const uint64_t bit = i * (uint64_t)g->width, mask = g->width ? ~0ull >> (64 - g->width) : 0;
+    return word_at(g->low, g->low_bytes, bit / 8) >> bit % 8 & mask;
+}
+
+static void begin(wg_gaps *g, const wg_gap_streams *s) {
+    g->low = s->low, g->unary = s->unary, g->unary_bytes = s->unary_bytes, g->k = s->k, g->width = s->width, g->rice = s->rice;
+    g->low_bytes = (s->k * (uint64_t)s->width + 7) / 8;
+    g->at = g->sum = g->byte = g->have = g->word = 0;
+}
+
+static int narrow(const wg_gap_streams *s) {
+#if WG_HAS_AVX2_UNIT
+    return wg_isa() && s->width <= WG_NARROW_GAP && s->n < 1u << 31;
+#else
+    (void)s;
+    return 0;
+#endif
+}
+
+static unsigned __int128 low_sum(const wg_gaps *g) {
+    unsigned __int128 total = 0;
+    for (uint64_t i = 0; i < g->k;) { /* 64 of at most 56 bits: no overflow */
+        uint64_t sum = 0;
+        for (const uint64_t end = i + 64; i < g->k && i < end; i++) sum += low_at(g, i);
+        total += sum;
+    }
+    return total;
+}
+
+/* Whether the streams hold exactly k ascending indices below n, and nothing behind them. No index is computed: gaps
+ * are not negative, so the last one tells, and that is a sum. */
+static int good(const wg_gap_streams *s) {
+    wg_gaps g;
+    begin(&g, s);
+    const uint64_t used = s->k * (uint64_t)s->width;
+    if (used % 8 && s->low[used / 8] >> used % 8) return 0;
+    uint64_t ones = 0, end = 0; /* end: one past the last one */
+    for (uint64_t byte = 0; byte < s->unary_bytes; byte += 8) {
+        const uint64_t word = word_at(s->unary, s->unary_bytes, byte);
+        ones += (uint64_t)__builtin_popcountll(word);
+        if (word) end = 8 * byte + 64 - (uint64_t)__builtin_clzll(word);
+    }
+    if (s->rice && (ones != s->k || (end + 7) / 8 != s->unary_bytes)) return 0;
+    unsigned __int128 last = s->k; /* becomes one past the last index */
+    if (s->rice) last += (unsigned __int128)(end - s->k) << s->width;
+#if WG_HAS_AVX2_UNIT
+    if (narrow(s)) return last + wg_gaps_low_sum_avx2(&g) <= s->n;
+#endif
+    return last + low_sum(&g) <= s->n;
+}
+
+/* The next m indices of streams that are good. */
+static void read_wide(wg_gaps *g, uint64_t m, int64_t *indices) {
+    for (uint64_t i = 0; i < m; i++, g->at++) {
+        g->sum += low_at(g, g->at);
+        uint64_t zeros = 0;
+        if (g->rice) {
+            for (; !g->word; g->byte += 8) g->word = word_at(g->unary, g->unary_bytes, g->byte);
+            zeros = 8 * g->byte - 64 + (uint64_t)__builtin_ctzll(g->word) - g->at;
+            g->word &= g->word - 1;
+        }
+        indices[i] = (int64_t)((zeros << g->width) + g->sum + g->at);
+    }
+}
+
+/* Returns 0, or 1 when the streams do not hold exactly k ascending indices below n. */
+WG_API int wg_check_gaps(const wg_gap_streams *s) { return !good(s); }
+
+/* The same, and the indices. */
+WG_API int wg_unpack_gaps(const wg_gap_streams *s, int64_t *indices) {
+    if (!good(s)) return 1;
+    wg_gaps g;
+    begin(&g, s);
+    if (!narrow(s)) {
+        read_wide(&g, s->k, indices);
+        return 0;
+    }
+#if WG_HAS_AVX2_UNIT
+    int32_t some[WG_GAP_RUN];
+    for (uint64_t first = 0; first < s->k; first += WG_GAP_RUN) {
+        const uint64_t m = s->k - first < WG_GAP_RUN ? s->k - first : WG_GAP_RUN;
+        wg_gaps_read_avx2(&g, m, some);
+        for (uint64_t i = 0; i < m; i++) indices[first + i] = some[i];
+    }
+#endif
+    return 0;
+}
+
+/* out[index] = value * share, or + or -, without a list of all indices. Nothing is written if the streams are bad. The
+ * places of a run are asked for before the first of them is needed. */
+WG_API int wg_scatter_gaps(const wg_gap_streams *s, const float *values, float share, int mode, float *out) {
+    if (!good(s)) return 1;
+    wg_gaps g;
+    begin(&g, s);
+    const int fast = narrow(s);
+    for (uint64_t first = 0; first < s->k; first += WG_GAP_RUN) {
+        const uint64_t m = s->k - first < WG_GAP_RUN ? s->k - first : WG_GAP_RUN;
+        const float *own = values + first;
+#if WG_HAS_AVX2_UNIT
+        if (fast) {
+            int32_t some[WG_GAP_RUN];
+            wg_gaps_read_avx2(&g, m, some);
+            for (uint64_t i = 0; i < m; i++) __builtin_prefetch(out + some[i], 1);
+            for (uint64_t i = 0; i < m; i++) wg_put(out + some[i], own[i] * share, mode);
+            continue;
+        }
+#endif
+        (void)fast;
+        int64_t some[WG_GAP_RUN];
+        read_wide(&g, m, some);
+        for (uint64_t i = 0; i < m; i++) __builtin_prefetch(out + some[i], 1);
+        for (uint64_t i = 0; i < m; i++) wg_put(out + some[i], own[i] * share, mode);
+    }
+    return 0;
+}
