@@ -356,6 +356,16 @@ def test_lookup_and_pack(n: int, width: int) -> None:
     all_equal(work)
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("n", [0, 1, 17, 5000])
+def test_nesterov(n: int, weight: float) -> None:
+    def work() -> list[Tensor]:
+        total, velocity = values(n, 1), values(n, 2)
+        return [dense.nesterov(total, weight, velocity, 0.9, 0.7), velocity]
+
+    all_equal(work)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 127, 128, 129, 5000])
 @pytest.mark.parametrize("mode", [fixed.STORE, fixed.ADD, fixed.SUBTRACT])
 @pytest.mark.parametrize("step", [1, 9, 5000])

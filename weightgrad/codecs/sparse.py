@@ -33,7 +33,8 @@ from weightgrad.errors import BodyContentError, EncodeError, ParamsError, SpecEr
 from weightgrad.kernels import bits, dense, fixed, gaps, noise, select
 
 PARAMS = "<QQBBBx"  # entries, bits of the unary stream, Rice?, width, format of the values
-_SAMPLE = 1 << 15
+_SAMPLE = 1 << 15  # elements, at most; which they are changes how long the search takes, not what it finds
+_LEAST_SAMPLE = 1 << 13
 _TOLERANCE = 0.1
 _LEAST = 0x00800000  # the bits of the smallest normal float: what is smaller, zeros above all, is not sent
 
@@ -251,8 +252,9 @@ def largest(carried: Carried, k: int, key: int) -> Chosen:
     n = carried.residual.numel()
     if n == 0:
         return Chosen(torch.empty(0, dtype=torch.int64, device=carried.residual.device), carried.residual, True)
+    wanted = min(_SAMPLE, max(_LEAST_SAMPLE, n >> 6))
     sizes = fixed.magnitude_bits(
-        select.sample(carried.x, carried.residual, carried.velocity, carried.momentum, _SAMPLE, noise.mix(key ^ 0xA5))
+        select.sample(carried.x, carried.residual, carried.velocity, carried.momentum, wanted, noise.mix(key ^ 0xA5))
     )
     rank = k * sizes.numel() / n
     if sizes.numel() < n:  # a sample: stay on the safe side of k
