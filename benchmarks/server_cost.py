@@ -20,7 +20,8 @@ from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.server_state import ServerState
 from weightgrad.kernels import derive
-from weightgrad.wire.messages import Push, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Push, Segment
 
 _IN_MEMORY = 32_000_000  # values that fit into no cache
 _MOST_BYTES = 1_500_000_000  # of all sites' pushes together, which wait in memory

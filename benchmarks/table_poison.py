@@ -24,7 +24,7 @@ from result_table import ResultTable, Row
 from weightgrad.codecs import Fp32
 from weightgrad.codecs.registry import decode_into
 from weightgrad.core.guard import Guard
-from weightgrad.core.open_round import Outbox
+from weightgrad.core.server_outbox import Outbox
 from weightgrad.event_log import EventLog
 from weightgrad.kernels import fixed
 from weightgrad.lab.recipes.recipe import Recipe
@@ -95,7 +95,7 @@ def train(strategy: str, aggregator: str | None, seed: int, steps: int, factor: 
     task = Training(recipe)
     with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder) / "events.jsonl") as events:
         simulator = Simulator(simulation_plan(recipe, task), task, events)
-        simulator.server.coordinator._guard = Guard()
+        simulator.server.coordinator.checks.guard = Guard()
         receive = simulator.server.receive
 
         def receive_changed(message: Message, now: float) -> Outbox:

@@ -34,7 +34,8 @@ from weightgrad.runtime.transport.transport import LinkEvent
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import to_buffers, unpack
 from weightgrad.wire.message_parts import model_parts, of_holder, push_parts, without_values
-from weightgrad.wire.messages import Holding, Join, JoinReply, Message, Push, ResultPart, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Holding, Join, JoinReply, Message, Push, ResultPart, Segment
 
 TIMEOUT_S = 300.0
 

@@ -23,8 +23,8 @@ from server_cost import pass_seconds
 
 from weightgrad import codecs
 from weightgrad.core import pieces, strategies
+from weightgrad.core.close_order import ClosedPush, CloseOrder
 from weightgrad.core.layout import Layout
-from weightgrad.core.server_shard import ClosedPush, CloseOrder
 from weightgrad.kernels import derive
 from weightgrad.runtime import server_storage
 from weightgrad.runtime.server_orders import Begin

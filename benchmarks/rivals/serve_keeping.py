@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from weightgrad.cli import main as weightgrad
-from weightgrad.core.server_shard import ClosedPart, CloseOrder
+from weightgrad.core.close_order import ClosedPart, CloseOrder
 from weightgrad.runtime.shard_server import ShardServer
 
 

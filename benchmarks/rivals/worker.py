@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weightgrad.core import optimizers
+from weightgrad.core.learning_rates import set_rate
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.simulation import optimizer_options, rate_of
 from weightgrad.lab.run.task import Training
@@ -53,7 +54,7 @@ def run(spec: Spec, rank: int, addresses: list[str]) -> None:
         timed.begin()
         task.backward(rank, 0, step)
         timed.end()
-        optimizers.set_rate(optimizer, rate(step))
+        set_rate(optimizer, rate(step))
         rival.step()
         optimizer.zero_grad()
         ends.append(time.monotonic())

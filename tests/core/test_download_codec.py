@@ -13,21 +13,13 @@ from hypothesis import strategies as st
 from weightgrad import codecs
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.server_state import ServerState
-from weightgrad.core.site_shard import LoadOrder
+from weightgrad.core.site_orders import LoadOrder
 from weightgrad.core.site_state import SiteState
 from weightgrad.core.strategies import PRESETS, find
 from weightgrad.errors import ProtocolError, SpecError
 from weightgrad.kernels import fixed
-from weightgrad.wire.messages import (
-    Join,
-    JoinReply,
-    ModelPart,
-    Push,
-    RoundResult,
-    Segment,
-    check_download_codec,
-    nbytes,
-)
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, JoinReply, ModelPart, Push, RoundResult, Segment, check_download_codec
 
 from .harness import LAYOUT, Harness, noise
 
@@ -396,7 +388,7 @@ def test_a_global_model_older_than_its_own_is_refused() -> None:
             world.step(site)
             world.up(site)
             world.down(site)
-            end.coordinator.exact = False
+            end.coordinator.joining.exact = False
     with pytest.raises(ProtocolError, match="the server only 3: the server was restored from an older checkpoint"):
         end.receive(
             JoinReply(version=3, round=4, step=9, included=0, downloads=True, parts=whole_model(world)), world.now

@@ -14,12 +14,14 @@ from weightgrad import codecs
 from weightgrad.codecs import Payload
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.guard import Guard
+from weightgrad.core.push_facts import PushFacts
 from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_shard import PushFacts, ServerShard
+from weightgrad.core.server_shard import ServerShard
 from weightgrad.core.server_state import ServerState
 from weightgrad.core.strategies import find
 from weightgrad.errors import NonFiniteError, StrategyError
-from weightgrad.wire.messages import Join, Push, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, Push, Segment
 
 from .harness import LAYOUT, noise
 

@@ -66,7 +66,7 @@ def test_a_pause_survives_a_checkpoint() -> None:
 
 def test_a_site_waits_while_it_is_paused() -> None:
     site = SiteCoordinator("a", find("diloco").for_site(), 4)
-    site.joined = True
+    site.joining.joined = True
     assert site.blocked(0.0) is None
     site.receive(Pause(paused=True), 1.0)
     assert site.blocked(1.0) == "paused"
@@ -74,7 +74,7 @@ def test_a_site_waits_while_it_is_paused() -> None:
     assert site.blocked(2.0) is None
     site.receive(Pause(paused=True), 3.0)
     site.join()  # to a server that was started again: it tells of a pause that still lasts
-    site.joined = True
+    site.joining.joined = True
     assert site.blocked(4.0) is None
 
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from weightgrad.core import optimizers
+from weightgrad.core.flat_parameters import attach, parameters_of
+from weightgrad.core.learning_rates import set_rate
 from weightgrad.core.local_model import scatter
+from weightgrad.core.optimizer_state import load_state, load_state_tensors, state_scalars, state_tensors, state_vectors
 from weightgrad.errors import StateError, StrategyError
 from weightgrad.local import Layout
 from weightgrad.wire.intervals import Intervals
@@ -48,11 +51,11 @@ class Flat:
 
     def __init__(self, name: str, options: Mapping[str, Any], weights: Tensor) -> None:
         self.weights = weights.clone()
-        self.parameters = optimizers.parameters_of(LAYOUT, self.weights)
+        self.parameters = parameters_of(LAYOUT, self.weights)
         self.optimizer = optimizers.build(name, list(self.parameters.values()), options)
 
     def step(self, gradient: Tensor) -> None:
-        optimizers.attach(self.parameters, LAYOUT, gradient)
+        attach(self.parameters, LAYOUT, gradient)
         self.optimizer.step()
 
 
@@ -67,8 +70,8 @@ def test_bit_equal_to_torch(name: str, options: dict[str, Any]) -> None:
         for parameter, view in zip(plain, LAYOUT.views(gradient), strict=True):
             parameter.grad = view.clone()
         rate = 0.1 / (step + 1)
-        optimizers.set_rate(flat.optimizer, rate)
-        optimizers.set_rate(reference, rate)
+        set_rate(flat.optimizer, rate)
+        set_rate(reference, rate)
         flat.step(gradient)
         reference.step()
         assert torch.equal(flat.weights, torch.cat([p.detach().view(-1) for p in plain]))
@@ -96,7 +99,7 @@ def test_lars_is_its_equation(adapt_vectors: bool) -> None:
                     ratio = 0.02 * sizes[0] / (sizes[1] + decay * sizes[0])
             velocity[place] = 0.9 * velocity[place] + rate * ratio * (g64 + decay * w)
             weights[place] = w - velocity[place]
-        optimizers.set_rate(flat.optimizer, rate)
+        set_rate(flat.optimizer, rate)
         flat.step(gradient)
         torch.testing.assert_close(flat.weights, torch.cat([w.view(-1) for w in weights]).float())
 
@@ -123,13 +126,13 @@ def test_muon_moves_matrices_along_all_their_directions(shape: tuple[int, ...]) 
 
 def test_parameters_share_memory_with_the_flat_vector() -> None:
     flat = randn(LAYOUT.numel)
-    parameters = optimizers.parameters_of(LAYOUT, flat)
+    parameters = parameters_of(LAYOUT, flat)
     with torch.no_grad():
         parameters[2].fill_(7.0)
     slot = LAYOUT.slots[2]
     assert torch.equal(slot.of(flat), torch.full(slot.shape, 7.0))
     gradient = torch.zeros(LAYOUT.numel)
-    optimizers.attach(parameters, LAYOUT, gradient)
+    attach(parameters, LAYOUT, gradient)
     gradient.fill_(3.0)
     assert all(p.grad is not None and torch.equal(p.grad, torch.full(p.shape, 3.0)) for p in parameters.values())
 
@@ -139,12 +142,12 @@ def test_a_saved_state_continues_the_same(name: str, options: dict[str, Any]) ->
     through = Flat(name, options, randn(LAYOUT.numel))
     for step in range(10):
         through.step(randn(LAYOUT.numel, seed=step))
-    saved = optimizers.state_tensors(through.optimizer)
+    saved = state_tensors(through.optimizer)
     middle = through.weights.clone()
     for step in range(10, 20):
         through.step(randn(LAYOUT.numel, seed=step))
     again = Flat(name, options, middle)
-    optimizers.load_state_tensors(again.optimizer, saved)
+    load_state_tensors(again.optimizer, saved)
     for step in range(10, 20):
         again.step(randn(LAYOUT.numel, seed=step))
     assert torch.equal(again.weights, through.weights)
@@ -155,10 +158,10 @@ def test_a_saved_state_continues_the_same(name: str, options: dict[str, Any]) ->
 
 def test_the_state_before_the_first_step_can_be_loaded() -> None:
     used = Flat("adam", {}, randn(LAYOUT.numel))
-    fresh = optimizers.state_tensors(used.optimizer)
+    fresh = state_tensors(used.optimizer)
     used.step(randn(LAYOUT.numel))
-    optimizers.load_state_tensors(used.optimizer, fresh)
-    assert optimizers.state_tensors(used.optimizer) == {}
+    load_state_tensors(used.optimizer, fresh)
+    assert state_tensors(used.optimizer) == {}
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
@@ -166,11 +169,11 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     adam.step(randn(LAYOUT.numel))
     sgd.step(randn(LAYOUT.numel))
     with pytest.raises(StateError, match="exp_avg"):
-        optimizers.load_state_tensors(adam.optimizer, optimizers.state_tensors(sgd.optimizer))
-    short = optimizers.state_tensors(sgd.optimizer)
+        load_state_tensors(adam.optimizer, state_tensors(sgd.optimizer))
+    short = state_tensors(sgd.optimizer)
     short["0.momentum_buffer"] = short["0.momentum_buffer"][:3].contiguous()
     with pytest.raises(StateError, match=r"0\.momentum_buffer should be .* \[7, 5\]"):
-        optimizers.load_state_tensors(sgd.optimizer, short)
+        load_state_tensors(sgd.optimizer, short)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def test_mistakes_are_named(name: str, options: dict[str, Any], message: str) ->
 )
 def test_a_vector_that_does_not_fit_is_refused(flat: Tensor) -> None:
     with pytest.raises(StrategyError, match=f"vector of {LAYOUT.numel} elements"):
-        optimizers.parameters_of(LAYOUT, flat)
+        parameters_of(LAYOUT, flat)
 
 
 # -- parts of a model ------------------------------------------------------------------------
@@ -214,21 +217,21 @@ class Part:
 
     def __init__(self, name: str, options: Mapping[str, Any], held: Intervals, weights: Tensor) -> None:
         self.held, self.weights = held, at(weights, held)
-        self.parameters = optimizers.parameters_of(LAYOUT, self.weights, held)
+        self.parameters = parameters_of(LAYOUT, self.weights, held)
         self.optimizer = optimizers.build(name, list(self.parameters.values()), options)
 
     def step(self, gradient: Tensor) -> None:
-        optimizers.attach(self.parameters, LAYOUT, at(gradient, self.held), self.held)
+        attach(self.parameters, LAYOUT, at(gradient, self.held), self.held)
         self.optimizer.step()
 
     def vectors(self) -> dict[str, Tensor]:
-        return optimizers.state_vectors(self.optimizer, self.parameters, LAYOUT, self.held)
+        return state_vectors(self.optimizer, self.parameters, LAYOUT, self.held)
 
     def scalars(self) -> dict[str, Tensor]:
-        return optimizers.state_scalars(self.optimizer, self.parameters)
+        return state_scalars(self.optimizer, self.parameters)
 
     def load(self, vectors: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> None:
-        optimizers.load_state(self.optimizer, self.parameters, LAYOUT, self.held, vectors, scalars)
+        load_state(self.optimizer, self.parameters, LAYOUT, self.held, vectors, scalars)
 
 
 @pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] in TORCH], ids=str)

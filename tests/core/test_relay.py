@@ -18,7 +18,8 @@ from weightgrad.core.site_state import SiteState
 from weightgrad.core.strategies import find
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
-from weightgrad.wire.messages import Join, JoinReply, Message, Push, RelayedPush, RoundResult, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, JoinReply, Message, Push, RelayedPush, RoundResult, Segment
 
 LAYOUT = Layout.of_shapes([("w", (4000,))])  # large enough for entries to be most of a message
 STRATEGY = {"aggregator": "mean", "up": "ef(topk(0.2) > sign())", "down": "ef(topk(0.4) > sign())", "flush": "none"}

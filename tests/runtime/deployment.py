@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from weightgrad.core import optimizers
 from weightgrad.core.global_model import GlobalModel, digest_of
 from weightgrad.core.guard import Guard
+from weightgrad.core.learning_rates import set_rate
 from weightgrad.core.open_round import ClosedRound
 from weightgrad.core.server_coordinator import ServerCoordinator
 from weightgrad.core.server_shard import ServerShard
@@ -312,10 +313,10 @@ class Runner:
                 return
             step = site.steps
             if step and step % task.epoch_steps == 0:
-                optimizers.set_rate(optimizer, rate(step - 1))
+                set_rate(optimizer, rate(step - 1))
                 site.new_epoch()
             task.backward(number, 0, step)
-            optimizers.set_rate(optimizer, rate(step))
+            set_rate(optimizer, rate(step))
             optimizer.step()
             optimizer.zero_grad()
         site.leave()

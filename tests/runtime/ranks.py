@@ -24,7 +24,7 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_shard import ServerShard
 from weightgrad.core.site_coordinator import SiteCoordinator
-from weightgrad.core.site_shard import PushOrder
+from weightgrad.core.site_orders import PushOrder
 from weightgrad.core.strategies import Strategy, find
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.kernels import fixed
@@ -214,7 +214,7 @@ def save(out: Path) -> None:
     shard.stepped(None)
     shard.in_flight[2] = shard.push(PushOrder(round=2, step=1), None)
     if coordinator is not None:
-        coordinator.version, coordinator.progress.step = 1, 1
+        coordinator.progress.version, coordinator.progress.step = 1, 1
     checkpoint.write(1, coordinator)
     checkpoint.wait()
     portable = PortableState.of(checkpoint, SiteGroup(), 1, coordinator)

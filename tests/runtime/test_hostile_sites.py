@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightgrad.core.global_model import digest_of
-from weightgrad.core.server_coordinator import Decisions
+from weightgrad.core.server_outbox import Decisions
 from weightgrad.errors import LinkError, RefusedError
 from weightgrad.runtime import health
 from weightgrad.runtime.admission import AdmissionRequest, RunConfig

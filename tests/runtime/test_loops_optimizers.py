@@ -357,7 +357,7 @@ def test_a_late_site_that_would_need_what_nobody_remembers() -> None:
             for step in range(3):
                 backward(model, "east", step)
                 optimizer.step()
-            hub.core._first_result = 3
+            hub.core._results._first = 3
             with pytest.raises(RefusedError, match=r"remembers too few of their gradients.*--optimizer MODULE:CLASS"):
                 join(hub.address, site="west", insecure=True).prepare(other := network(2), OWN["lion"](other))
 

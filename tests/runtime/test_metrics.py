@@ -155,7 +155,7 @@ def test_a_site_counts_its_steps_its_bytes_and_its_waiting() -> None:
     for step in range(1, 201):
         now, state.progress.step = now + 0.5, step
         metrics.update(state)
-    state.version = 7
+    state.progress.version = 7
     metrics.update(state)
     metrics.traffic(sent=10)
     metrics.traffic(sent=1, received=5)

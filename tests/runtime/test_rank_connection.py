@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weightgrad.codecs import Fp32
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
-from weightgrad.core.site_shard import LoadOrder
+from weightgrad.core.site_orders import LoadOrder
 from weightgrad.core.strategies import find
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError, RefusedError
@@ -34,6 +34,7 @@ from weightgrad.runtime.transport.transport import ClientTransport, LinkEvent, O
 from weightgrad.runtime.transport.transport import joined as one_buffer
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack
+from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import (
     Holding,
     JoinReply,
@@ -44,7 +45,6 @@ from weightgrad.wire.messages import (
     RoundRequest,
     RoundResult,
     Segment,
-    nbytes,
 )
 
 NUMEL = 8

@@ -11,7 +11,8 @@ import torch
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.core.agreement import Signs
-from weightgrad.core.server_shard import ClosedPart, ClosedPush, CloseOrder, PushFacts
+from weightgrad.core.close_order import ClosedPart, ClosedPush, CloseOrder
+from weightgrad.core.push_facts import PushFacts
 from weightgrad.errors import ProtocolError
 from weightgrad.runtime.server_orders import (
     Admit,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from weightgrad.codecs import Fp32
+from weightgrad.core.close_order import ClosedPart
 from weightgrad.core.global_model import digest_of
-from weightgrad.core.server_shard import ClosedPart, ServerShard
+from weightgrad.core.server_shard import ServerShard
 from weightgrad.core.strategies import Strategy, find
 from weightgrad.errors import CheckpointError, LinkError
 from weightgrad.runtime import server_storage

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from weightgrad.codecs import Fp32
 from weightgrad.core import pieces
+from weightgrad.core.close_order import ClosedPush, CloseOrder
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
 from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_shard import ClosedPush, CloseOrder, ServerShard
-from weightgrad.core.site_shard import LoadOrder
+from weightgrad.core.server_shard import ServerShard
+from weightgrad.core.site_orders import LoadOrder
 from weightgrad.core.strategies import find
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError
@@ -23,7 +24,8 @@ from weightgrad.runtime import shard_server
 from weightgrad.runtime.shard_server import Provision, ShardServer
 from weightgrad.runtime.transport.transport import Peer
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, ResultPart, RoundResult, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, ResultPart, RoundResult, Segment
 
 NUMEL = 8
 LEFT, RIGHT, WHOLE = Intervals(((0, 4),)), Intervals(((4, 8),)), Intervals.whole(NUMEL)

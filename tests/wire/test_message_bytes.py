@@ -18,6 +18,7 @@ from weightgrad import codecs, errors
 from weightgrad.wire.intervals import Intervals, Span
 from weightgrad.wire.message_bytes import MessageLimits, pack, to_buffers, unpack
 from weightgrad.wire.message_header import is_control
+from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import (
     Control,
     Holding,
@@ -31,7 +32,6 @@ from weightgrad.wire.messages import (
     RoundRequest,
     Segment,
     Waiting,
-    nbytes,
 )
 from weightgrad.wire.sync_schedule import Report, SyncSchedule
 

@@ -11,7 +11,8 @@ from weightgrad import errors
 from weightgrad.kernels import fixed
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack
-from weightgrad.wire.messages import Message, ModelPart, PushPart, ResultPart, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Message, ModelPart, PushPart, ResultPart
 
 from .message_damage import MUTATIONS, reseal
 from .message_samples import LIMITS, seeds

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
-from weightgrad.wire import messages
+from weightgrad.wire import message_parts
 from weightgrad.wire.intervals import Intervals, Span
 from weightgrad.wire.message_bytes import pack, unpack
 from weightgrad.wire.message_parts import (
@@ -26,7 +26,8 @@ from weightgrad.wire.message_parts import (
     result_parts,
     without_values,
 )
-from weightgrad.wire.messages import ModelPart, Push, RelayedPush, ResultPart, RoundResult, Segment, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import ModelPart, Push, RelayedPush, ResultPart, RoundResult, Segment
 
 from .message_samples import (
     interleaved,
@@ -64,7 +65,7 @@ def divisions(draw: st.DrawFn) -> tuple[Intervals, ...]:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new part for almost every segment."""
-    monkeypatch.setattr(messages, "PART_BYTES", 100)
+    monkeypatch.setattr(message_parts, "PART_BYTES", 100)
 
 
 def control(message: Push | RoundResult) -> bytes:
@@ -103,7 +104,7 @@ def moved(segments: tuple[Segment, ...], held: Intervals) -> torch.Tensor:
 @given(pushes(values), st.integers(0, 7), part_sizes)
 def test_the_parts_of_a_push_are_all_of_it_in_order(message: Push, rank: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "PART_BYTES", size)
+        patch.setattr(message_parts, "PART_BYTES", size)
         parts = list(push_parts(message, rank))
         whole = nbytes(message)
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -135,7 +136,7 @@ def test_the_size_of_a_result_is_that_of_its_parts_for_one_rank_that_holds_every
     message: RoundResult, size: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "PART_BYTES", size)
+        patch.setattr(message_parts, "PART_BYTES", size)
         parts = list(result_parts(message, Intervals.whole(NUMEL)))
         whole = nbytes(message)
     if message.moves:
@@ -151,7 +152,7 @@ def test_each_rank_gets_exactly_the_segments_it_holds_something_of(
 ) -> None:
     for held in ranks:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(messages, "PART_BYTES", size)
+            patch.setattr(message_parts, "PART_BYTES", size)
             parts = list(result_parts(message, held))
         mine = {element for start, stop in held.spans for element in range(start, stop)}
 
@@ -282,7 +283,7 @@ def test_what_every_rank_puts_together_moves_its_elements_as_the_whole_result(
     for held in ranks:
         assembly = ResultAssembly(frozenset(range(len(servers))))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(messages, "PART_BYTES", size)
+            patch.setattr(message_parts, "PART_BYTES", size)
             queues = [list(result_parts(served_by(message, served), held)) for served in servers]
         while any(queues):
             assert not assembly.complete(message.version)

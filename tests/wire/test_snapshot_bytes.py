@@ -15,7 +15,8 @@ from torch import Tensor
 from weightgrad import errors
 from weightgrad.wire import snapshot_bytes
 from weightgrad.wire.message_bytes import MessageLimits, pack, unpack
-from weightgrad.wire.messages import HEADER_BYTES, JoinReply, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import HEADER_BYTES, JoinReply
 
 from .message_samples import LIMITS, plain, reply, scalars
 

@@ -21,8 +21,8 @@ from weightgrad.kernels import fixed
 from weightgrad.wire import message_header
 from weightgrad.wire.message_bytes import MessageLimits, pack, unpack
 from weightgrad.wire.message_fields import HELD_SPAN_FIELD, INCLUDED_FIELD, RELAYED_FIELD, SPAN_FIELD
+from weightgrad.wire.message_parts import PART_BYTES
 from weightgrad.wire.messages import (
-    PART_BYTES,
     Holding,
     Join,
     JoinReply,

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from weightgrad import codecs
 from weightgrad.codecs import ErrorFeedback
 from weightgrad.codecs.sparse import TopK
 from weightgrad.core.agreement import Signs
+from weightgrad.core.decision import Decision
 from weightgrad.core.link_fit import WINDOW
 from weightgrad.core.measurements import Measurements
 from weightgrad.core.near_line import near_schedule
@@ -57,21 +58,6 @@ _SELDOM = 4  # one of so many rounds is compared, after the first few: comparing
 _CHANCE = 2.0  # so many standard errors below one half, the sites contradict each other
 _AGREE = 0.6  # when this part of the signs is the same, they no longer do
 _PROBE = 2.5  # times the usual density in the first round: two sizes tell delay from speed
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A sync schedule, the codec of results, and the reason."""
-
-    schedule: SyncSchedule
-    down: str
-    why: str
-    relayed: bool = False  # results relay the pushes, and their codec is not used
-
-    def to_dict(self) -> dict[str, Any]:
-        """The decision for an event log."""
-        schedule, down = self.schedule, "the others' pushes" if self.relayed else self.down
-        return {"every": schedule.every, "overlap": schedule.overlap, "up": schedule.up, "down": down, "why": self.why}
 
 
 @part("controller", "fixed")
@@ -369,10 +355,8 @@ class Controller:
 
     def state(self) -> dict[str, Tensor]:
         """The measurements and the decision in force, for a checkpoint."""
-        schedule = self.now.schedule
-        text = f"{schedule.every}\n{schedule.overlap}\n{schedule.up}\n{self.now.down}\n{self.now.why}"
         found = {
-            "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
+            "now": self.now.to_tensor(),
             "probes": torch.tensor(self.probes),
             "relayed": torch.tensor(self.now.relayed),
             "unlike": torch.tensor(self.unlike),
@@ -382,8 +366,7 @@ class Controller:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
-        every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
-        self.now = Decision(SyncSchedule(int(every), int(overlap), up), down, why, bool(state["relayed"]))
+        self.now = Decision.from_tensor(state["now"], relayed=bool(state["relayed"]))
         self.probes = int(state["probes"])
         self.unlike = bool(state["unlike"])
         self.signs = [Signs(int(common), int(same)) for common, same in state["signs"].tolist()]

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from weightgrad.codecs import Fp32
-from weightgrad.core import optimizers, pieces
+from weightgrad.core import pieces
 from weightgrad.core.aggregators import relayed_shares
+from weightgrad.core.flat_parameters import attach, parameters_of
 from weightgrad.core.layout import Layout
+from weightgrad.core.learning_rates import set_rate
 from weightgrad.core.local_model import Scratch
 from weightgrad.core.optimizer_options import numbers_of, put_numbers
 from weightgrad.core.optimizer_spec import OptimizerSpec, make
+from weightgrad.core.optimizer_state import copy_state, load_state, state_scalars, state_vectors
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
@@ -76,9 +79,9 @@ class GlobalModel:
         self._parameters: dict[int, nn.Parameter] = {}
         self._rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # float32 in the vector; of another type
         if optimizer is not None:
-            self._parameters = optimizers.parameters_of(layout, self.vector, self.held)
+            self._parameters = parameters_of(layout, self.vector, self.held)
             self._gradient = torch.zeros_like(self.vector) if gradient is None else gradient
-            optimizers.attach(self._parameters, layout, self._gradient, self.held)
+            attach(self._parameters, layout, self._gradient, self.held)
             self._rounded = self._round(optimizer.dtypes if isinstance(optimizer, OptimizerSpec) else {})
             if self._parameters:  # torch has no optimizer of nothing
                 self._optimizer = make(optimizer, self._parameters)
@@ -169,7 +172,7 @@ class GlobalModel:
         self._gradient.zero_()
         for segment in segments:
             segment.into(self._gradient, fixed.STORE, self.held)
-        optimizers.set_rate(self._optimizer, self._rate(step - 1) if rate is None else rate)
+        set_rate(self._optimizer, self._rate(step - 1) if rate is None else rate)
         for exact, rounded in self._rounded:
             assert exact.grad is not None
             rounded.data.copy_(exact.data)  # the vector may have been replaced since
@@ -204,7 +207,7 @@ class GlobalModel:
         self.vector.copy_(other.vector)
         self.version, self.step = other.version, other.step
         if self._optimizer is not None and other._optimizer is not None:
-            optimizers.copy_state(other._optimizer, self._optimizer)
+            copy_state(other._optimizer, self._optimizer)
 
     # -- whole models: downloads and checkpoints -----------------------------------------------
 
@@ -215,12 +218,12 @@ class GlobalModel:
         """
         found = {WEIGHTS: self.vector}
         if self._optimizer is not None:
-            found |= optimizers.state_vectors(self._optimizer, self._parameters, self.layout, self.held)
+            found |= state_vectors(self._optimizer, self._parameters, self.layout, self.held)
         return found
 
     def scalars(self) -> dict[str, Tensor]:
         """What the optimizer keeps beside vectors, such as its count of steps."""
-        return {} if self._optimizer is None else optimizers.state_scalars(self._optimizer, self._parameters)
+        return {} if self._optimizer is None else state_scalars(self._optimizer, self._parameters)
 
     def replace(self, vectors: Mapping[str, Tensor], scalars: Mapping[str, Tensor], version: int, step: int) -> None:
         """Become another replica.
@@ -237,7 +240,7 @@ class GlobalModel:
         self.version, self.step = version, step
         if self._optimizer is not None:
             own = {name: vector for name, vector in vectors.items() if name != WEIGHTS}
-            optimizers.load_state(self._optimizer, self._parameters, self.layout, self.held, own, scalars)
+            load_state(self._optimizer, self._parameters, self.layout, self.held, own, scalars)
 
     def state(self) -> dict[str, Tensor]:
         """The vectors and scalars for a checkpoint; the weights are not copied."""

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from weightgrad.core.agreement import Signs
-from weightgrad.core.controller import CODEC_BYTES_S, Decision
+from weightgrad.core.controller import CODEC_BYTES_S
+from weightgrad.core.decision import Decision
 from weightgrad.core.measurements import Measurements
 from weightgrad.core.near_line import near_schedule
 from weightgrad.core.parts import check, part
@@ -217,10 +218,8 @@ class GradientController:
 
     def state(self) -> dict[str, Tensor]:
         """The measurements and the decision in force, for a checkpoint."""
-        schedule = self.now.schedule
-        text = f"{schedule.every}\n{schedule.overlap}\n{schedule.up}\n{self.now.down}\n{self.now.why}"
         found = {
-            "now": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone(),
+            "now": self.now.to_tensor(),
             "probes": torch.tensor([self.probes, int(self.decided)]),
             "rate": torch.tensor([self.peak, self.share], dtype=torch.float64),
         }
@@ -228,8 +227,7 @@ class GradientController:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
-        every, overlap, up, down, why = bytes(state["now"].numpy()).decode().split("\n", 4)
-        self.now = Decision(SyncSchedule(int(every), int(overlap), up), down, why)
+        self.now = Decision.from_tensor(state["now"])
         self.probes, self.decided = int(state["probes"][0]), bool(state["probes"][1])
         self.peak, self.share = (float(number) for number in state["rate"])
         self.measured.load(state)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from weightgrad.core.parts import check
-from weightgrad.core.server_shard import PushFacts
+from weightgrad.core.push_facts import PushFacts
 from weightgrad.wire.messages import Push
 
 FINAL = 10.0  # the last push may be so much larger: it holds what many rounds kept in the residual

@@ -12,14 +12,16 @@ norms (vectors and scalars) have the ratio 1 and no weight decay, as is usual, u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+
+from weightgrad.core.momentum_optimizer import MomentumOptimizer
 
 
-class Lars(Optimizer):
+class Lars(MomentumOptimizer):
     """Layer-wise adaptive rates for large batches.
 
     Args:
@@ -46,42 +48,17 @@ class Lars(Optimizer):
         adapt_vectors: bool = False,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
-        for name, value in options.items():
-            if not value >= 0:
-                raise ValueError(f"{name}={value!r} must not be negative")
-        super().__init__(params, {**options, "adapt_vectors": adapt_vectors})
+        super().__init__(params, options, {"adapt_vectors": adapt_vectors})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step with the present gradients.
-
-        Args:
-            closure: computes the loss anew, as in torch.
-
-        Returns:
-            The loss of the closure, if there is one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                velocity = state["momentum_buffer"]
-                adapt = p.dim() > 1 or group["adapt_vectors"]
-                direction = p.grad
-                if adapt and group["weight_decay"]:
-                    direction = direction.add(p, alpha=group["weight_decay"])
-                if adapt:
-                    direction = direction * _ratio(p, p.grad, group["trust"], group["weight_decay"], group["eps"])
-                velocity.mul_(group["momentum"]).add_(direction, alpha=group["lr"])
-                p.sub_(velocity)
-        return loss
+    def _move(self, weights: Tensor, gradient: Tensor, velocity: Tensor, group: Mapping[str, Any]) -> None:
+        adapt = weights.dim() > 1 or group["adapt_vectors"]
+        direction = gradient
+        if adapt and group["weight_decay"]:
+            direction = direction.add(weights, alpha=group["weight_decay"])
+        if adapt:
+            direction = direction * _ratio(weights, gradient, group["trust"], group["weight_decay"], group["eps"])
+        velocity.mul_(group["momentum"]).add_(direction, alpha=group["lr"])
+        weights.sub_(velocity)
 
 
 def _ratio(w: Tensor, g: Tensor, trust: float, weight_decay: float, eps: float) -> Tensor:

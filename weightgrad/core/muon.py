@@ -15,18 +15,20 @@ and scalars have step(d) = sign(d). torch.optim.Muon takes matrices alone and le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+
+from weightgrad.core.momentum_optimizer import MomentumOptimizer
 
 _SIZE = 0.2  # of an element of a step of AdamW, in root mean square
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial that brings all singular values near 1
 _STEPS = 5
 
 
-class MuonForAll(Optimizer):
+class MuonForAll(MomentumOptimizer):
     """Muon for matrices, signs of the momentum for vectors.
 
     Args:
@@ -46,40 +48,14 @@ class MuonForAll(Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.0,
     ) -> None:
-        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        for name, value in options.items():
-            if not value >= 0:
-                raise ValueError(f"{name}={value!r} must not be negative")
-        super().__init__(params, options)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step with the present gradients.
-
-        Args:
-            closure: computes the loss anew, as in torch.
-
-        Returns:
-            The loss of the closure, if there is one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                velocity = state["momentum_buffer"]
-                velocity.mul_(group["momentum"]).add_(p.grad)
-                direction = p.grad.add(velocity, alpha=group["momentum"])
-                if p.dim() > 1:
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(_step_of(direction), alpha=group["lr"] * _SIZE)
-        return loss
+    def _move(self, weights: Tensor, gradient: Tensor, velocity: Tensor, group: Mapping[str, Any]) -> None:
+        velocity.mul_(group["momentum"]).add_(gradient)
+        direction = gradient.add(velocity, alpha=group["momentum"])
+        if weights.dim() > 1:
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+        weights.sub_(_step_of(direction), alpha=group["lr"] * _SIZE)
 
 
 def _step_of(direction: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A round at the global server, from its first push until it closes.
 
-`ServerCoordinator.next_order` decides when a round closes and `ServerShard.close` closes it; `OpenRound` is what is
-known until then, `ClosedRound` what is reported afterwards, and `Outbox` what each call returns.
+`OpenRounds.take_complete` decides when a round closes and `ServerShard.close` closes it; `OpenRound` is what is known
+until then, and `ClosedRound` what is reported afterwards.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightgrad.core.agreement import Signs
-from weightgrad.core.controller import Decision
-from weightgrad.core.server_shard import PushFacts
-from weightgrad.wire.messages import Message, Push, RoundResult
+from weightgrad.core.decision import Decision
+from weightgrad.core.push_facts import PushFacts
+from weightgrad.wire.messages import Push, RoundResult
 
 
 @dataclass(kw_only=True)
@@ -108,15 +108,3 @@ class ClosedRound:
             "digest": self.digest,
         }
         return facts if self.signs is None else {**facts, "common": self.signs.common, "same": self.signs.same}
-
-
-@dataclass
-class Outbox:
-    """Messages to send, and what has happened."""
-
-    messages: list[tuple[str, Message]] = field(default_factory=list)
-    closed: list[ClosedRound] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    held_back: list[str] = field(default_factory=list)  # the sites that hold the others back
-    refused: list[tuple[str, str]] = field(default_factory=list)  # (site, reason) of pushes counted as empty
-    aside: list[str] = field(default_factory=list)  # the sites that are set aside from now on

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weightgrad.core.optimizers import base_rates_of
+from weightgrad.core.learning_rates import base_rates_of
 
 MOST = 4096
 """No optimizer has more numbers among its options."""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weightgrad.core.lars import Lars
+from weightgrad.core.learning_rates import base_rates_of
 from weightgrad.core.muon import MuonForAll
-from weightgrad.core.optimizers import base_rates_of, build
+from weightgrad.core.optimizers import build
 from weightgrad.errors import StrategyError
 
 _ELEMENTWISE = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from weightgrad.wire.messages import RoundResult, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import RoundResult
 
 
 class ResultLog(Protocol):

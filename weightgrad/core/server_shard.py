@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -23,10 +23,12 @@ from weightgrad.codecs.sparse import unpack_values
 from weightgrad.core import pieces
 from weightgrad.core.aggregators import Aggregator, Contribution, Memory
 from weightgrad.core.agreement import Agreement, Signs
+from weightgrad.core.close_order import ClosedPart, ClosedPush, CloseOrder
 from weightgrad.core.delay_compensation import DelayCompensation
 from weightgrad.core.global_model import WEIGHTS, GlobalModel
 from weightgrad.core.local_model import Scratch
 from weightgrad.core.pieces import Piece
+from weightgrad.core.push_facts import PushFacts
 from weightgrad.core.random_streams import ServerStream
 from weightgrad.core.residual import Look, Residual
 from weightgrad.core.result_log import ResultLog
@@ -38,80 +40,8 @@ from weightgrad.kernels.moments import moments
 from weightgrad.kernels.noise import derive
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_parts import without_values
-from weightgrad.wire.messages import ModelPart, Push, RelayedPush, RoundResult, Segment, nbytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClosedPush:
-    """A push that a round closes with."""
-
-    site: str
-    round: int
-    weight: float
-    seen: int  # the version of the global model that it was computed on
-    counts: bool = True  # False if the push was refused: it counts as empty
-    scale: float = 1.0  # what the aggregator's limit has made of its weight, as a part of it
-
-
-@dataclass(frozen=True, kw_only=True)
-class CloseOrder:
-    """Close a round.
-
-    Attributes:
-        result: the round result without its values.
-        pushes: what it closes with, in the order in which pushes are added.
-        weight: the weight of all pushes together.
-        down: a codec that replaces the strategy's for this result; None keeps the strategy's.
-        relays: whether pushes are relayed as they came.
-        last: whether all sites have finished, and what results have lost goes out too.
-        compares: whether the signs of the pushes are compared.
-        sites: how many sites there are.
-        receivers: the sites that get the result, each with whether its own pushes are left out.
-    """
-
-    result: RoundResult
-    pushes: tuple[ClosedPush, ...]
-    weight: float
-    down: str | None = None
-    relays: bool = False
-    last: bool = False
-    compares: bool = False
-    sites: int = 1
-    receivers: Mapping[str, bool] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClosedPart:
-    """What a round has come to, for the elements of one process.
-
-    Attributes:
-        result: the round result with its values.
-        digest: the digest of the elements after it.
-        sizes: by site, the bytes of the values that it is sent.
-        signs: how alike the pushes were, if they were compared.
-        first_result: the oldest version whose result is still known.
-    """
-
-    result: RoundResult
-    digest: int
-    sizes: Mapping[str, int]
-    signs: Signs | None
-    first_result: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushFacts:
-    """What a process has found out about its part of a push.
-
-    Attributes:
-        squares: the sum of the squares of its values; not finite if a value is not.
-        numel: the elements that its segments cover.
-        problem: why it cannot be used, in words; None if it can.
-    """
-
-    squares: float
-    numel: int
-    problem: str | None = None
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import ModelPart, Push, RelayedPush, RoundResult, Segment
 
 
 @dataclass(frozen=True, kw_only=True)

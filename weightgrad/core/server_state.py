@@ -23,24 +23,21 @@ from weightgrad.core.gradient_controller import GradientController
 from weightgrad.core.guard import Guard
 from weightgrad.core.local_model import scatter
 from weightgrad.core.membership import Members
-from weightgrad.core.open_round import ClosedRound, Outbox
+from weightgrad.core.open_round import ClosedRound
 from weightgrad.core.operation import Operation
+from weightgrad.core.push_facts import facts_of_all
 from weightgrad.core.result_log import MemoryResultLog, ResultLog
-from weightgrad.core.server_coordinator import (
-    Decisions,
-    Download,
-    ServerCoordinator,
-    ServerStrategy,
-    facts_of_all,
-    join_result,
-)
+from weightgrad.core.server_coordinator import ServerCoordinator
+from weightgrad.core.server_outbox import Decisions, Download, Outbox
 from weightgrad.core.server_shard import ServerShard, values_bytes
+from weightgrad.core.server_strategy import ServerStrategy
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels.moments import moments
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.message_parts import of_holder, without_values
-from weightgrad.wire.messages import Join, JoinReply, Leave, Message, Push, ServerRestarted, nbytes
+from weightgrad.wire.message_parts import join_result, of_holder, without_values
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, JoinReply, Leave, Message, Push, ServerRestarted
 
 __all__ = ["ClosedRound", "Outbox", "ServerState", "ServerStrategy"]
 

@@ -13,6 +13,8 @@ class SiteProgress:
     """The counters of a site. Memory: no full-size vector.
 
     Attributes:
+        version: the version of the site's global model.
+        global_step: the step of the site's global model.
         step: local steps done.
         round: the last round that the site has pushed for, or knows to be closed.
         pushed_round: the last round that the site has pushed for.
@@ -22,6 +24,8 @@ class SiteProgress:
         finishing: whether training is over and the last push has been made.
     """
 
+    version: int = 0
+    global_step: int = 0
     step: int = 0
     round: int = 0
     pushed_round: int = 0
@@ -50,14 +54,13 @@ class SiteProgress:
         """The push for the round just started has been made."""
         self.pushed_round, self.round_step = self.round, self.step
 
-    def to_tensor(self, *, version: int, global_step: int) -> Tensor:
-        """The counters for a checkpoint, after the version and the step of the global model."""
+    def to_tensor(self) -> Tensor:
+        """The counters for a checkpoint."""
         own = [self.step, self.round, self.pushed_round, self.sent_step, self.requested_round]
-        return torch.tensor([version, global_step, *own, int(self.finishing), self.round_step])
+        return torch.tensor([self.version, self.global_step, *own, int(self.finishing), self.round_step])
 
-    def load_tensor(self, tensor: Tensor) -> tuple[int, int]:
-        """Restore what `to_tensor` wrote, and return the version and the step of the global model."""
-        version, global_step, *own, finishing, self.round_step = (int(number) for number in tensor)
+    def load_tensor(self, tensor: Tensor) -> None:
+        """Restore what `to_tensor` wrote."""
+        self.version, self.global_step, *own, finishing, self.round_step = (int(number) for number in tensor)
         self.step, self.round, self.pushed_round, self.sent_step, self.requested_round = own
         self.finishing = bool(finishing)
-        return version, global_step

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from weightgrad.codecs import Payload, decode, decode_add
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizers import FlatWeightUpdater, WeightUpdater
 from weightgrad.core.substep import MATCHED, Substep
 from weightgrad.core.vector_checks import require_flat, require_payloads, restored
+from weightgrad.core.weight_updater import FlatWeightUpdater, WeightUpdater
 from weightgrad.errors import ProtocolError, StateError, StrategyError
 from weightgrad.kernels import derive
 from weightgrad.local.parameter_average import ParameterAverage

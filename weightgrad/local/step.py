@@ -18,10 +18,10 @@ from torch import Tensor
 
 from weightgrad.codecs import Payload
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizers import WeightUpdater
 from weightgrad.core.random_streams import SiteStream
 from weightgrad.core.strategies import Strategy
 from weightgrad.core.vector_checks import with_prefix, without_prefix
+from weightgrad.core.weight_updater import WeightUpdater
 from weightgrad.kernels import derive
 from weightgrad.local.gradient_exchange import Exchange, GradientExchange
 from weightgrad.local.local_server import Combiner, LocalServer

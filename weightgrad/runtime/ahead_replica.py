@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weightgrad.core.optimizers import copied
+from weightgrad.core.optimizer_state import copied
 from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.user_replica import UserReplica
 from weightgrad.wire.intervals import Intervals

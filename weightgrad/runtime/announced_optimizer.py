@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from weightgrad.core.learning_rates import rates_of
 from weightgrad.core.optimizer_options import numbers_of
 from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
-from weightgrad.core.optimizers import rates_of
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 

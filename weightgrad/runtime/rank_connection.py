@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from weightgrad.core.site_shard import LoadOrder, SiteShard
+from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.site_shard import SiteShard
 from weightgrad.errors import LinkError, ProtocolError, RefusedError
 from weightgrad.runtime.admission import RankRequest, rank_sends_model
 from weightgrad.runtime.link_monitor import LinkMonitor
@@ -27,7 +28,8 @@ from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.transport import ClientTransport, LinkEvent
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import to_buffers, unpack
-from weightgrad.wire.message_parts import ResultAssembly, of_holder
+from weightgrad.wire.message_parts import ResultAssembly, cut_push, of_holder
+from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import (
     Bulk,
     Control,
@@ -39,8 +41,6 @@ from weightgrad.wire.messages import (
     RoundResult,
     Segment,
     Waiting,
-    cut_push,
-    nbytes,
 )
 
 log = logging.getLogger("weightgrad")

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from weightgrad import codecs
 from weightgrad.core.agreement import Signs
-from weightgrad.core.server_shard import ClosedPart, ClosedPush, CloseOrder, PushFacts
+from weightgrad.core.close_order import ClosedPart, ClosedPush, CloseOrder
+from weightgrad.core.push_facts import PushFacts
 from weightgrad.errors import ProtocolError
 from weightgrad.runtime.shard_server import CompletePush, Provision
 from weightgrad.wire.message_bytes import pack, unpack

@@ -36,7 +36,8 @@ from weightgrad.runtime.snapshot import Snapshot
 from weightgrad.runtime.transport.transport import Peer, ServerTransport
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import MessageLimits, to_buffers, unpack
-from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Bulk, Holding, ModelPart, PushPart
 
 StrategyFor = Callable[[int, Mapping[str, Any] | None], Strategy]
 """The strategy of a model of so many parameters, with what is known of the optimizer."""

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weightgrad.core.close_order import ClosedPart, CloseOrder
 from weightgrad.core.operation import Operation
-from weightgrad.core.server_coordinator import Decisions, Download, ServerCoordinator, facts_of_all
-from weightgrad.core.server_shard import ClosedPart, CloseOrder
+from weightgrad.core.push_facts import facts_of_all
+from weightgrad.core.server_coordinator import ServerCoordinator
+from weightgrad.core.server_outbox import Decisions, Download
 from weightgrad.core.shared_buffers import BUFFER
 from weightgrad.core.vector_checks import with_prefix
 from weightgrad.errors import ProtocolError
@@ -24,7 +26,8 @@ from weightgrad.runtime.server_process import ServerProcess
 from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.shard_server import CompletePush, Provision, ShardServer
 from weightgrad.runtime.telemetry import Telemetry
-from weightgrad.wire.messages import Join, Leave, Message, Push, nbytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, Leave, Message, Push
 
 Send = Callable[[str, Message], None]
 """Queues a control message for the coordinator of a site."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from weightgrad.codecs import Codec
 from weightgrad.core import pieces
-from weightgrad.core.server_shard import ClosedPart, CloseOrder, PushFacts, ServerShard, values_bytes
+from weightgrad.core.close_order import ClosedPart, CloseOrder
+from weightgrad.core.push_facts import PushFacts
+from weightgrad.core.server_shard import ServerShard, values_bytes
 from weightgrad.errors import ProtocolError
 from weightgrad.runtime.transport.transport import Peer
 from weightgrad.wire.intervals import Intervals

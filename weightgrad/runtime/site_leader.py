@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weightgrad.core.site_coordinator import SiteCoordinator
-from weightgrad.core.site_shard import PushOrder
+from weightgrad.core.site_orders import PushOrder
 from weightgrad.event_log import EventLog
 from weightgrad.runtime.admission import AdmissionReply
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer

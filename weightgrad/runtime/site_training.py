@@ -94,8 +94,8 @@ class SiteTraining:
         """Decides, on rank 0."""
         if group.first:
             coordinator = SiteCoordinator(self.name, self._plan, samples, download_codec=options.download_codec)
-            coordinator.epoch = connection.epoch
-            coordinator.replays = options.state is not None
+            coordinator.joining.epoch = connection.epoch
+            coordinator.joining.replays = options.state is not None
             self.leader = SiteLeader(coordinator, self._work, group, connection, model.announced, events)
         self._names = SiteCheckpoint(
             options.state or Path(), self.name, group, self.strategy, reply.seed, model, self.rank_step, self.shard
@@ -179,7 +179,7 @@ class SiteTraining:
         if state is not None:
             restored = state.restore(self._names, self.coordinator)
             if self.coordinator is not None:
-                self.coordinator.replays = True
+                self.coordinator.joining.replays = True
         elif self.checkpoint is not None:
             restored = self.checkpoint.restore(self.coordinator)
         self._work.steps = 0 if restored is None else restored

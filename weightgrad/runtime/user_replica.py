@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
+from weightgrad.core.learning_rates import put_rates, rates_of
 from weightgrad.core.optimizer_options import numbers_of, put_numbers
-from weightgrad.core.optimizers import put_rates, rates_of
 from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.kernels import fixed
 from weightgrad.runtime.module_weights import ModuleWeights

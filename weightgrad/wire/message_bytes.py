@@ -17,9 +17,9 @@
     buffers                Push, RoundResult: safetensors
     data                   FinalPart
 
-`docs/wire-format.md` gives every field and the order of the checks. The length is that of `messages.nbytes`, to the
-byte. A count or a length is only believed after it was compared with a limit and with the bytes at hand. There is one
-way to write a message: bytes that are accepted are exactly those that `pack` makes of what was read, so nothing can
+`docs/wire-format.md` gives every field and the order of the checks. The length is that of `message_sizes.nbytes`, to
+the byte. A count or a length is only believed after it was compared with a limit and with the bytes at hand. There is
+one way to write a message: bytes that are accepted are exactly those that `pack` makes of what was read, so nothing can
 be hidden in them.
 
 Left out: a checksum of what is not in a frame, and proof of who sent it. Both are the transport's task (TLS).

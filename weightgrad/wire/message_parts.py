@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
+from typing import TypeAlias
 
 from weightgrad.errors import ProtocolError
 from weightgrad.wire.intervals import Intervals
@@ -21,9 +22,11 @@ from weightgrad.wire.messages import (
     ResultPart,
     RoundResult,
     Segment,
-    cut_push,
-    cut_result,
+    segments_bytes,
 )
+
+PART_BYTES = 4 << 20
+"""A part is closed when its segments have so many bytes; one segment may be longer."""
 
 
 def push_parts(push: Push, rank: int) -> Iterator[PushPart]:
@@ -38,6 +41,50 @@ def result_parts(result: RoundResult, held: Intervals) -> Iterator[ResultPart]:
         for push in result.relayed
     )
     return cut_result(replace(result, segments=of_holder(result.segments, held), relayed=relayed))
+
+
+def cut_push(site: str, round_: int, rank: int, segments: Iterable[Segment]) -> Iterator[PushPart]:
+    """The values of a push as parts of about PART_BYTES; at least one. A part is made as soon as it is full."""
+    for group, last in _grouped((None, (segment,)) for segment in segments):
+        own = tuple(segment for _, of_group in group for segment in of_group)
+        yield PushPart(site=site, round=round_, rank=rank, segments=own, last=last)
+
+
+def cut_result(result: RoundResult) -> Iterator[ResultPart]:
+    """The values of a round result as parts of about PART_BYTES; at least one.
+
+    Every relayed push is in one part or more, also if it has no segments or is left out.
+    """
+    items: list[_Item] = [(None, (segment,)) for segment in result.segments]
+    for push in result.relayed:
+        items += [(push, (segment,)) for segment in push.segments] if push.segments else [(push, ())]
+    for group, last in _grouped(items):
+        segments: tuple[Segment, ...] = ()
+        relayed = []
+        for push_or_none, of_push in groupby(group, key=lambda item: item[0]):
+            found = tuple(segment for _, own in of_push for segment in own)
+            if push_or_none is None:
+                segments = found
+            else:
+                relayed.append(replace(push_or_none, segments=None if push_or_none.segments is None else found))
+        yield ResultPart(version=result.version, segments=segments, last=last, relayed=tuple(relayed))
+
+
+_Item: TypeAlias = tuple[RelayedPush | None, tuple[Segment, ...]]
+"""A segment, or none, and the relayed push that it is of."""
+
+
+def _grouped(items: Iterable[_Item]) -> Iterator[tuple[list[_Item], bool]]:
+    """Items in groups of about PART_BYTES, each with whether it is the last one."""
+    group: list[_Item] = []
+    size = 0
+    for item in items:
+        if size >= PART_BYTES:
+            yield group, False
+            group, size = [], 0
+        group.append(item)
+        size += segments_bytes(item[1])
+    yield group, True
 
 
 def model_parts(version: int, vectors: Iterable[tuple[str, Iterable[Segment]]]) -> Iterator[ModelPart]:
@@ -125,6 +172,14 @@ class ResultAssembly:
         for own in self._parts.values():
             for one in [source] if source is not None else list(own):
                 own.pop(one, None)
+
+
+def join_result(header: RoundResult, parts: Sequence[RoundResult]) -> RoundResult:
+    """A result with the values that the shards have made, as far as they are in this process."""
+    if len(parts) == 1:
+        return replace(header, segments=parts[0].segments, relayed=parts[0].relayed)
+    segments = sorted((one for part in parts for one in part.segments), key=lambda one: one.start)
+    return replace(header, segments=tuple(segments), relayed=merge_relayed(part.relayed for part in parts))
 
 
 def merge_relayed(parts: Iterable[Sequence[RelayedPush]]) -> tuple[RelayedPush, ...]:

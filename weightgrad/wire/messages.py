@@ -3,17 +3,16 @@
 Two kinds. Control messages are small and travel between the coordinators: rank 0 of a site and process 0 of the global
 server. Bulk messages carry values and travel between every rank and the server processes that serve what it holds.
 
-A message is a value. `nbytes` is its exact size on the wire: a header of 32 bytes, the site's name, and for each
-segment where it lies (8 bytes, or 8 and 12 for each interval if there are several) and its frame. A segment describes
-itself: decoding it needs nothing else.
+A message is a value. Its exact size on the wire (`wire/message_sizes.py`) is a header of 32 bytes, the site's name, and
+for each segment where it lies (8 bytes, or 8 and 12 for each interval if there are several) and its frame. A segment
+describes itself: decoding it needs nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from typing import TypeAlias
 
 import torch
@@ -25,9 +24,8 @@ from weightgrad.codecs.registry import decode_into
 from weightgrad.codecs.sparse import put_entries
 from weightgrad.errors import ProtocolError, SpecError
 from weightgrad.kernels import fixed
-from weightgrad.wire import snapshot_bytes
 from weightgrad.wire.intervals import Intervals, Span
-from weightgrad.wire.sync_schedule import MAX_TEXT_BYTES, REPORT_BYTES, Report, SyncSchedule
+from weightgrad.wire.sync_schedule import MAX_TEXT_BYTES, Report, SyncSchedule
 
 HEADER_BYTES = 32
 START_BYTES = 8
@@ -39,8 +37,6 @@ OPTIONS_BYTES = 2  # how many numbers follow
 MAX_OPTIONS = 4096
 DIGEST_BYTES = 8
 RELAYED_BYTES = 20
-PART_BYTES = 4 << 20
-"""A part is closed when its segments have so many bytes; one segment may be longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,94 +380,3 @@ def segments_bytes(segments: Sequence[Segment]) -> int:
 def numel(segments: Sequence[Segment]) -> int:
     """How many elements of the index space the segments cover."""
     return sum(segment.payload.numel for segment in segments)
-
-
-def cut_push(site: str, round_: int, rank: int, segments: Iterable[Segment]) -> Iterator[PushPart]:
-    """The values of a push as parts of about PART_BYTES; at least one. A part is made as soon as it is full."""
-    for group, last in _grouped((None, (segment,)) for segment in segments):
-        own = tuple(segment for _, of_group in group for segment in of_group)
-        yield PushPart(site=site, round=round_, rank=rank, segments=own, last=last)
-
-
-def cut_result(result: RoundResult) -> Iterator[ResultPart]:
-    """The values of a round result as parts of about PART_BYTES; at least one.
-
-    Every relayed push is in one part or more, also if it has no segments or is left out.
-    """
-    items: list[_Item] = [(None, (segment,)) for segment in result.segments]
-    for push in result.relayed:
-        items += [(push, (segment,)) for segment in push.segments] if push.segments else [(push, ())]
-    for group, last in _grouped(items):
-        segments: tuple[Segment, ...] = ()
-        relayed = []
-        for push_or_none, of_push in groupby(group, key=lambda item: item[0]):
-            found = tuple(segment for _, own in of_push for segment in own)
-            if push_or_none is None:
-                segments = found
-            else:
-                relayed.append(replace(push_or_none, segments=None if push_or_none.segments is None else found))
-        yield ResultPart(version=result.version, segments=segments, last=last, relayed=tuple(relayed))
-
-
-_Item: TypeAlias = tuple[RelayedPush | None, tuple[Segment, ...]]
-"""A segment, or none, and the relayed push that it is of."""
-
-
-def _grouped(items: Iterable[_Item]) -> Iterator[tuple[list[_Item], bool]]:
-    """Items in groups of about PART_BYTES, each with whether it is the last one."""
-    group: list[_Item] = []
-    size = 0
-    for item in items:
-        if size >= PART_BYTES:
-            yield group, False
-            group, size = [], 0
-        group.append(item)
-        size += segments_bytes(item[1])
-    yield group, True
-
-
-def nbytes(message: Message) -> int:
-    """The size of a message on the wire, without packing it.
-
-    A push, a round result or a JoinReply with values counts with its parts, as one rank that holds everything sends or
-    gets them.
-    """
-    size = HEADER_BYTES
-    if isinstance(message, Push | PushPart | Holding | Join | Leave | FinalPart):
-        size += len(message.site.encode())
-    if isinstance(message, Push | RoundResult):
-        size += 0 if message.rate is None else RATE_BYTES
-        size += OPTIONS_BYTES + RATE_BYTES * len(message.options) if message.options else 0
-        size += snapshot_bytes.nbytes(message.buffers) if message.buffers else 0
-    if isinstance(message, Push):
-        size += 0 if message.report is None else REPORT_BYTES
-        if message.segments:
-            size += sum(nbytes(part) for part in cut_push(message.site, message.round, 0, message.segments))
-    if isinstance(message, RoundResult | JoinReply):
-        size += 0 if message.schedule is None else message.schedule.nbytes
-    if isinstance(message, RoundResult):
-        size += sum(START_BYTES + len(site.encode()) for site in message.included)
-        size += sum(RELAYED_BYTES + len(push.site.encode()) for push in message.relayed)
-        if message.moves:
-            size += sum(nbytes(part) for part in cut_result(message))
-    if isinstance(message, Waiting):
-        size += sum(START_BYTES + len(site.encode()) for site in message.missing)
-    if isinstance(message, PushPart | ResultPart | ModelPart):
-        size += segments_bytes(message.segments)
-    if isinstance(message, Holding):
-        size += HELD_SPAN_BYTES * len(message.held.spans)
-    if isinstance(message, ResultPart):
-        size += sum(RELAYED_BYTES + len(push.site.encode()) for push in message.relayed)
-        size += sum(segments_bytes(push.segments or ()) for push in message.relayed)
-    if isinstance(message, ModelPart):
-        size += LENGTH_BYTES + len(message.vector.encode())
-    if isinstance(message, FinalPart):
-        size += len(message.data)
-    if isinstance(message, Join):
-        size += 0 if message.download_codec is None else LENGTH_BYTES + len(message.download_codec)
-        size += 0 if message.digest is None else DIGEST_BYTES
-    if isinstance(message, JoinReply):
-        size += sum(nbytes(result) for result in message.results)
-        size += sum(nbytes(part) for part in message.parts)
-        size += snapshot_bytes.nbytes(message.scalars) if message.downloads else 0
-    return size

@@ -13,8 +13,8 @@ from weightgrad.core import parts
 from weightgrad.core.controller import Auto
 from weightgrad.core.gradient_controller import Gradients
 from weightgrad.core.optimizers import is_linear
-from weightgrad.core.server_coordinator import ServerStrategy
-from weightgrad.core.site_coordinator import SiteStrategy
+from weightgrad.core.server_strategy import ServerStrategy
+from weightgrad.core.site_strategy import SiteStrategy
 from weightgrad.core.strategies import checks
 from weightgrad.core.substep import MATCHED
 from weightgrad.errors import SpecError, StrategyError

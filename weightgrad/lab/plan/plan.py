@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weightgrad.core import parts
-from weightgrad.core.controller import Decision
+from weightgrad.core.decision import Decision
 from weightgrad.core.strategies import Strategy
 from weightgrad.core.triggers import Significance
 from weightgrad.lab.plan.decision import auto_decision

@@ -37,7 +37,8 @@ from weightgrad.lab.sim.plan import SimulationPlan
 from weightgrad.lab.sim.site import holdings
 from weightgrad.lab.sim.task import Gradient, Score
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.messages import Message, Push, RoundResult, Segment, nbytes, segments_bytes
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Message, Push, RoundResult, Segment, segments_bytes
 
 ELEMENTS = 1 << 16
 _SPREAD = 1.0  # of the logarithm of the size of gradients, element by element, the same at all sites

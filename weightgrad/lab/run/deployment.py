@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from weightgrad.core import optimizers
+from weightgrad.core.learning_rates import set_rate
 from weightgrad.errors import RecipeError
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.recipes.site_list import SiteList
@@ -124,13 +125,13 @@ def train(
     while site.steps < recipe.training.steps:
         step = site.steps
         if step and step % task.epoch_steps == 0:  # here, because the checkpoint of this step was written before
-            optimizers.set_rate(optimizer, rate(step - 1))
+            set_rate(optimizer, rate(step - 1))
             site.new_epoch()
         began = time.monotonic()
         loss = sum(task.backward(number, worker, step, share=1 / len(workers)) for worker in workers)
         if pacer is not None:
             pacer.wait(began, step)
-        optimizers.set_rate(optimizer, rate(step))
+        set_rate(optimizer, rate(step))
         optimizer.step()
         optimizer.zero_grad()
         if site.events is not None:

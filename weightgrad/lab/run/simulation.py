@@ -31,7 +31,8 @@ from weightgrad.lab.sim.compute import Compute, Straggler
 from weightgrad.lab.sim.links import Link
 from weightgrad.lab.sim.local_network import LocalNetwork
 from weightgrad.lab.sim.plan import Fault, SimulationPlan, SiteSpec
-from weightgrad.lab.sim.simulator import Progress, Simulator
+from weightgrad.lab.sim.progress import Progress
+from weightgrad.lab.sim.simulator import Simulator
 from weightgrad.lab.sim.task import Task
 from weightgrad.runtime.final_model import write_whole_model
 from weightgrad.runtime.final_state import FinalState

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,27 +30,17 @@ from weightgrad.lab.sim.faults import schedule_faults
 from weightgrad.lab.sim.links import Links
 from weightgrad.lab.sim.network import Clock, SimulatedNetwork
 from weightgrad.lab.sim.plan import SimulationPlan
+from weightgrad.lab.sim.progress import Progress
 from weightgrad.lab.sim.replica_memory import ReplicaMemory
+from weightgrad.lab.sim.simulation_log import SimulationLog
 from weightgrad.lab.sim.site import SimSite, holdings, make, served
 from weightgrad.lab.sim.step_memory import StepMemory
 from weightgrad.lab.sim.task import Task
 from weightgrad.wire.intervals import Intervals
-from weightgrad.wire.messages import Join, Leave, Message, Push, nbytes, numel
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Join, Leave, Message, Push, numel
 
 _LOG_BYTES = 2**26  # of round results; in a deployment the server keeps them on disk
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is; times are virtual, bytes are totals of all links."""
-
-    step: int
-    steps: int
-    loss: float
-    accuracy: float | None
-    virtual_seconds: float
-    wan_bytes: int
-    lan_bytes: int
 
 
 class Simulator:
@@ -80,6 +69,7 @@ class Simulator:
         self.plan, self.task, self.events, self._audit = plan, task, events, audit
         self._size_of, self._step_begins = size_of, step_begins
         self.clock = Clock()
+        self._log = SimulationLog(events, self.clock)
         self.network = SimulatedNetwork(self.clock, Links(plan.server, list(plan.links), plan.server_bit_s))
         self.watch = watch
         self._initial: Tensor | None = task.initial()
@@ -146,7 +136,7 @@ class Simulator:
             else:
                 self.server.members.join(site.place.name)
                 self._send_all(site, site.state.join())
-            self._write_threshold(site)
+            self._log.threshold(site)
         if self._keeps_checkpoints:
             self._checkpoint = self.server.checkpoint()
         schedule_faults(self)
@@ -229,8 +219,7 @@ class Simulator:
             seconds = self.clock.now - site.waiting_since
             site.times.waiting += seconds
             if site.waiting_for == "stall":
-                fields = {"site": site.place.name, "step": site.state.step, "seconds": seconds}
-                self.events.write("wait", self.clock.now, why="stall", **fields)
+                self._log.stall(site, seconds)
             site.waiting_since, site.waiting_for = None, ""
 
     def _complete_later(self, site: SimSite) -> None:
@@ -249,12 +238,12 @@ class Simulator:
         if site.state.moved_by_push:
             site.applied += [message for message in messages if isinstance(message, Push)]
         self._loss = done.loss
-        self.events.write("step", now, site=site.place.name, step=site.state.step, loss=done.loss)
+        self._log.step(site, done.loss)
         if not math.isfinite(done.loss):
             raise NonFiniteError(f"the loss of site {site.place.name} is {done.loss} at step {site.state.step}")
         if site.state.step % self.task.epoch_steps == 0:
             site.state.new_epoch()
-            self._write_threshold(site)
+            self._log.threshold(site)
         self._send_all(site, messages)
         if site.number == 0:
             self._report(None)
@@ -301,7 +290,7 @@ class Simulator:
         for closed in out.closed:
             self._closed(closed)
         for name in out.lost:
-            self.events.write("fault", self.clock.now, what="lost", where=[name])
+            self._log.lost(name)
         coding = self.plan.message_overhead
         if out.closed:
             down = self.server.down
@@ -336,22 +325,14 @@ class Simulator:
             self._send_all(site, site.state.receive(message, self.clock.now))
             self.continue_site(site)
 
-    # -- the event log -------------------------------------------------------------
-
-    def _write_threshold(self, site: SimSite) -> None:
-        """Write the significance threshold G, where the trigger has one."""
-        if site.state.threshold is not None:
-            value = site.state.threshold.value
-            self.events.write("threshold", self.clock.now, site=site.place.name, step=site.state.step, value=value)
+    # -- rounds and evaluations ---------------------------------------------------------------
 
     def _closed(self, closed: ClosedRound) -> None:
         self.rounds += 1
         if self._audit is not None:
             self._audit.record_round(closed)
         result = closed.result
-        self.events.write("round", self.clock.now, **closed.to_dict())
-        if closed.decision is not None:
-            self.events.write("schedule", self.clock.now, version=result.version, **closed.decision.to_dict())
+        self._log.round(closed)
         if self._keeps_checkpoints:
             self._checkpoint = self.server.checkpoint()
         self.evaluator.update_average()
@@ -389,20 +370,8 @@ class Simulator:
         """Evaluate the server's global model; this takes no virtual time."""
         found = self.evaluator.evaluate()
         self.last = found
-        self.events.write(
-            "evaluate",
-            self.clock.now,
-            step=self.server.global_model.step,
-            version=self.server.global_model.version,
-            accuracy=found.accuracy,
-            loss=found.loss,
-            global_model_accuracy=found.global_model,
-            quantized_accuracy=found.quantized,
-            ema_accuracy=found.ema,
-            top5_accuracy=found.top5,
-            wan_bytes=self.wan_bytes,
-            lan_bytes=self.lan_bytes,
-        )
+        model = self.server.global_model
+        self._log.evaluation(found, model, wan_bytes=self.wan_bytes, lan_bytes=self.lan_bytes)
         self._report(found.accuracy)
         return found
 
@@ -418,20 +387,4 @@ class Simulator:
     def _write_end(self) -> None:
         if self.status == "finished":
             self.evaluate()
-        now = self.clock.now
-        for link, both in zip(self.network.links.links, self.network.links.bytes, strict=True):
-            self.events.write("link", now, between=list(link.between), bytes=list(both))
-        for site in self.sites:
-            times = site.times
-            self.events.write(
-                "site",
-                now,
-                site=site.place.name,
-                steps=site.state.step,
-                compute_seconds=times.compute,
-                codec_seconds=times.codec,
-                lan_seconds=times.lan,
-                waiting_seconds=times.waiting,
-                lan_bytes=times.lan_bytes,
-            )
-        self.events.write("end", now, status=self.status)
+        self._log.end(self.status, self.network.links, self.sites)

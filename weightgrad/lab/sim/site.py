@@ -24,7 +24,8 @@ from weightgrad.local.serving import serving
 from weightgrad.local.step import LocalStep
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_parts import of_holder
-from weightgrad.wire.messages import Push, ResultPart, RoundResult, Segment, nbytes, numel
+from weightgrad.wire.message_sizes import nbytes
+from weightgrad.wire.messages import Push, ResultPart, RoundResult, Segment, numel
 
 
 @dataclass

@@ -1,0 +1,28 @@
+"""What the processes of the global server find out about the values of a push when it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushFacts:
+    """What a process has found out about its part of a push.
+
+    Attributes:
+        squares: the sum of the squares of its values; not finite if a value is not.
+        numel: the elements that its segments cover.
+        problem: why it cannot be used, in words; None if it can.
+    """
+
+    squares: float
+    numel: int
+    problem: str | None = None
+
+
+def facts_of_all(parts: Iterable[PushFacts]) -> PushFacts:
+    """What all shards together have found about one push."""
+    facts = list(parts)
+    problem = next((one.problem for one in facts if one.problem is not None), None)
+    return PushFacts(squares=sum(one.squares for one in facts), numel=sum(one.numel for one in facts), problem=problem)
