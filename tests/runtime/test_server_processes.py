@@ -19,11 +19,13 @@ from weightgrad.core.server_shard import ServerShard
 from weightgrad.core.strategies import Strategy, find
 from weightgrad.errors import CheckpointError, LinkError
 from weightgrad.runtime import server_storage
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions, _closes
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_worker import ServerWorker
-from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer
+from weightgrad.runtime.transport.in_memory import InMemoryNetwork
+from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import EntryRequest, Outgoing, Peer, joined
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack
@@ -158,7 +160,7 @@ class TwoProcesses:
 
     def write_snapshots(self) -> None:
         self.worker._write_snapshot_if_due()
-        self.coordinator._write_snapshot_if_due()
+        self.coordinator.snapshots.write_if_due()
         for process in (self.worker.process, self.coordinator.process):
             process.before_close()
 

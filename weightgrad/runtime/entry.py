@@ -11,16 +11,19 @@ from typing import Any
 
 from weightgrad import kernels
 from weightgrad.core.layout import Layout
+from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import LinkError, RefusedError, WeightGradError
 from weightgrad.event_log import EventLog
 from weightgrad.runtime import health, join_checks
-from weightgrad.runtime.admission import AdmissionReply, AdmissionRequest, parse_reply
+from weightgrad.runtime.admission_messages import AdmissionReply, AdmissionRequest, parse_reply
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.link_monitor import LinkMonitor
 from weightgrad.runtime.process_group import SiteGroup
-from weightgrad.runtime.rank_connection import RankConnection, ServerLink, enter, rank_request
+from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem, diagnose
+from weightgrad.runtime.server_entry import enter, rank_request
+from weightgrad.runtime.server_link import ServerLink
 from weightgrad.runtime.server_watch import ServerWatch
 from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.grpc_client import GrpcClient
@@ -159,6 +162,17 @@ class Entry:
             self.connection.server_watch = ServerWatch(self._options.address, self._options.reconnect)
             self.connection.watch = LinkMonitor(self._options.site, reply.facts.get("bit_s"))
         return self.connection
+
+    def speak_for(self, coordinator: SiteCoordinator, restarted: Callable[[AdmissionReply], None]) -> None:
+        """Report on the coordinator of this site, and enter again for it if the server is restarted; on rank 0.
+
+        Args:
+            coordinator: The site's coordinator.
+            restarted: Called with the reply of a server that was restarted.
+        """
+        assert self.connection is not None
+        self.status = lambda: self.telemetry.status(coordinator)
+        self.connection.rejoin = lambda: restarted(self.enter_again(coordinator.version))
 
     def enter_again(self, version: int) -> AdmissionReply:
         """Enter on rank 0 after the coordinator of the server was restarted; waits for it for `reconnect` seconds."""

@@ -21,8 +21,8 @@ from weightgrad.core.learning_rates import put_rates, rates_of
 from weightgrad.core.optimizer_options import numbers_of, put_numbers
 from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.kernels import fixed
+from weightgrad.runtime.module_gradients import write_gradient
 from weightgrad.runtime.module_weights import ModuleWeights
-from weightgrad.runtime.rank_step import write_gradient
 from weightgrad.runtime.replicas import ReplicaExchange
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
