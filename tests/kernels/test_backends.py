@@ -379,8 +379,16 @@ def test_values_at_gaps(step: int, count: int, mode: int) -> None:
     def work() -> list[Tensor]:
         low, unary, code = bits.pack_gaps(indices, bits.best_gap_code(indices))
         out = before.clone()
-        assert gaps.GapStreams(low, unary, count, code, n).scatter(values, out, mode, 0.3)
-        return [out]
+        streams = gaps.GapStreams(low, unary, count, code, n)
+        assert streams.scatter(values, [(0, out)], mode, 0.3)
+        cut = before.clone()  # three areas with a hole between them
+        third, half = n // 3, n // 2
+        areas = [(0, cut[:third]), (third, cut[third:half]), (half + 1, cut[half + 1 :])]
+        assert streams.scatter(values, areas, mode, 0.3)
+        signs = before.clone()
+        bits_set = bits.pack_reference((values < 0).to(torch.uint8), 1)
+        assert streams.scatter(gaps.Signs(bits_set, 0.7), [(0, signs)], mode, 0.3)
+        return [out, cut, signs]
 
     all_equal(work)
 
@@ -412,7 +420,7 @@ def test_bad_gaps_are_refused_alike(width: int, rice: bool) -> None:
             found.append(indices is not None)
             if indices is None and streams.numel < 1 << 20:
                 out = torch.ones(streams.numel)
-                assert not streams.scatter(torch.ones(streams.count), out, fixed.ADD)
+                assert not streams.scatter(torch.ones(streams.count), [(0, out)], fixed.ADD)
                 assert bool((out == 1).all())
             return [torch.tensor([-1]) if indices is None else indices]
 

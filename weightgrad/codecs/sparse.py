@@ -18,6 +18,7 @@ import dataclasses
 import math
 import struct
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from weightgrad.codecs import registry
 from weightgrad.codecs.codec import Benchmark, Codec, Stage, State, between, flat32, joined, not_finite, state_tensor
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
+from weightgrad.codecs.sign import one_size
 from weightgrad.codecs.spec import codec
 from weightgrad.errors import BodyContentError, EncodeError, ParamsError, SpecError
 from weightgrad.kernels import bits, dense, fixed, gaps, noise, select
@@ -108,14 +110,36 @@ def put_entries(payload: Payload, out: Tensor, mode: int, share: float = 1.0) ->
     Raises:
         DecodeError: It is not something that the encoder writes; nothing was written.
     """
+    add_entries(payload, [(0, out)], mode, share)
+
+
+def add_entries(payload: Payload, areas: Sequence[tuple[int, Tensor]], mode: int, share: float = 1.0) -> None:
+    """Write the entries of a sparse payload to their places in several tensors; the others are as `put_entries` says.
+
+    Args:
+        payload: A payload of the format "sparse".
+        areas: Flat contiguous float32 tensors, each with the place of its first element in the payload, ascending. An
+            entry that lies in none of them is left out. They are where the payload is, or there is only one.
+        mode: `fixed.STORE`, `ADD` or `SUBTRACT`.
+        share: What each value is multiplied by.
+
+    Raises:
+        DecodeError: It is not something that the encoder writes; nothing was written.
+    """
     streams, inner = _read(payload)
-    room = fixed.scratch("entries", out.new_empty(1).expand(streams.count))
-    registry.decode_into(inner, room, fixed.STORE)
+    values: Tensor | gaps.Signs | None = None
+    if inner.codec == "sign" and all(out.device == payload.body.device for _, out in areas):
+        values = one_size(inner)
+    if values is None:
+        like = areas[0][1] if areas else torch.empty(0)
+        values = fixed.scratch("entries", like.new_empty(1).expand(streams.count))
+        registry.decode_into(inner, values, fixed.STORE)
     if mode == fixed.STORE:
         if not streams.good():
             raise _bad_indices(streams)
-        dense.clear(out)
-    if not streams.scatter(room, out, mode, share):
+        for _, out in areas:
+            dense.clear(out)
+    if not streams.scatter(values, areas, mode, share):
         raise _bad_indices(streams)
 
 

@@ -7,6 +7,7 @@ negative, so the sum of all says whether the last index is in range.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,19 @@ from torch import Tensor
 
 from weightgrad.kernels import native, select
 from weightgrad.kernels.bits import GapCode, gaps_between, unpack_reference
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Values that are all of one size: their sign bits, set where a value is negative."""
+
+    bits: Tensor
+    size: float
+
+    def values(self, count: int) -> Tensor:
+        """All of them as float32."""
+        size = torch.full((), self.size, device=self.bits.device)
+        return torch.where(unpack_reference(self.bits, count, 1) != 0, -size, size)
 
 
 @dataclass(frozen=True)
@@ -48,26 +62,39 @@ class GapStreams:
         bad = lib.wg_unpack_gaps(ctypes.byref(self._native), indices.data_ptr())
         return None if bad else indices
 
-    def scatter(self, values: Tensor, out: Tensor, mode: int, share: float = 1.0) -> bool:
+    def scatter(
+        self, values: Tensor | Signs, areas: Sequence[tuple[int, Tensor]], mode: int, share: float = 1.0
+    ) -> bool:
         """Write share * value to the place of each index, as `mode` says; the indices are not listed.
 
         Args:
             values: Float32, one for each index.
-            out: Flat float32 of `numel` elements.
+            areas: Flat contiguous float32 tensors, each with the index of its first element, ascending; an index that
+                none of them has is left out. All are on the device of the streams, or there is only one.
             mode: `fixed.STORE`, `ADD` or `SUBTRACT`.
             share: What each value is multiplied by.
 
         Returns:
             Whether the streams are good; otherwise nothing was written.
         """
-        lib = native.library_for(out)
-        if lib is not None and self.low.device == out.device:
-            arguments = values.data_ptr(), share, mode, out.data_ptr()
-            return not lib.wg_scatter_gaps(ctypes.byref(self._native), *arguments)
+        lib = native.library_for(self.low)
+        if lib is not None and all(out.device == self.low.device for _, out in areas):
+            ends = [(first, first + out.numel(), out.data_ptr()) for first, out in areas]
+            room = (native.Area * len(ends))(*(native.Area(*end) for end in ends))
+            if isinstance(values, Signs):
+                what = native.EntryValues(None, values.bits.data_ptr(), values.size, share)
+            else:
+                what = native.EntryValues(values.data_ptr(), None, 0.0, share)
+            return not lib.wg_scatter_gaps(ctypes.byref(self._native), ctypes.byref(what), mode, room, len(ends))
         indices = self.indices()
-        if indices is not None:
-            select.scatter(indices, values if share == 1 else values * share, out, mode)
-        return indices is not None
+        if indices is None:
+            return False
+        flat = values.values(self.count) if isinstance(values, Signs) else values
+        flat = flat if share == 1 else flat * share
+        for first, out in areas:
+            here = slice(*torch.searchsorted(indices, indices.new_tensor([first, first + out.numel()])).tolist())
+            select.scatter(indices[here], flat[here], out, mode, first=first)
+        return True
 
 
 def _unpack_reference(streams: GapStreams) -> Tensor | None:

@@ -96,6 +96,23 @@ class GapStreams(ctypes.Structure):
     )
 
 
+class EntryValues(ctypes.Structure):
+    """`wg_entry_values` of wg.h."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("size", ctypes.c_float),
+        ("share", ctypes.c_float),
+    )
+
+
+class Area(ctypes.Structure):
+    """`wg_area` of wg.h."""
+
+    _fields_ = (("first", ctypes.c_uint64), ("last", ctypes.c_uint64), ("out", ctypes.c_void_p))
+
+
 _POINTER, _SIZE, _INT, _FLOAT, _DOUBLE = (
     ctypes.c_void_p,
     ctypes.c_uint64,
@@ -143,7 +160,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_pack_gaps": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER, _POINTER)),
     "wg_check_gaps": (_INT, (_POINTER,)),
     "wg_unpack_gaps": (_INT, (_POINTER, _POINTER)),
-    "wg_scatter_gaps": (_INT, (_POINTER, _POINTER, _FLOAT, _INT, _POINTER)),
+    "wg_scatter_gaps": (_INT, (_POINTER, _POINTER, _INT, _POINTER, _SIZE)),
     "wg_elias": (_SIZE, (_POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER)),
     "wg_elias_decode": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_assign": (None, (_POINTER, _SIZE, _POINTER, _INT, _INT, _POINTER)),

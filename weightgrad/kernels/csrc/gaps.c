@@ -103,30 +103,64 @@ WG_API int wg_unpack_gaps(const wg_gap_streams *s, int64_t *indices) {
     return 0;
 }
 
-/* out[index] = value * share, or + or -, without a list of all indices. Nothing is written if the streams are bad. The
- * places of a run are asked for before the first of them is needed. */
-WG_API int wg_scatter_gaps(const wg_gap_streams *s, const float *values, float share, int mode, float *out) {
+/* What is written: values, or one size with the sign bits of all; each times a share. */
+static void values_of(const wg_entry_values *v, uint64_t first, uint64_t m, float *out) {
+    if (v->values) {
+        for (uint64_t i = 0; i < m; i++) out[i] = v->values[first + i] * v->share;
+        return;
+    }
+    const float both[2] = {v->size * v->share, -v->size * v->share};
+    for (uint64_t i = 0; i < m; i++) out[i] = both[v->signs[(first + i) / 8] >> (first + i) % 8 & 1];
+}
+
+/* Puts a run of ascending indices into the areas from `area` on; returns the area of the last. Often that is the first. */
+#define PUT_RUN(name, index_type)                                                                                    \
+    static const wg_area *name(const index_type *indices, const float *own, uint64_t m, int mode, const wg_area *area, \
+                               const wg_area *end) {                                                                 \
+        while (area < end && (uint64_t)indices[0] >= area->last) area++;                                             \
+        if (area < end && (uint64_t)indices[0] >= area->first && (uint64_t)indices[m - 1] < area->last) {             \
+            float *out = area->out - area->first;                                                                    \
+            for (uint64_t i = 0; i < m; i++) __builtin_prefetch(out + indices[i], 1);                                \
+            for (uint64_t i = 0; i < m; i++) wg_put(out + indices[i], own[i], mode);                                 \
+            return area;                                                                                             \
+        }                                                                                                            \
+        for (uint64_t i = 0; i < m; i++) {                                                                           \
+            while (area < end && (uint64_t)indices[i] >= area->last) area++;                                         \
+            if (area == end) break;                                                                                  \
+            if ((uint64_t)indices[i] >= area->first) wg_put(area->out + (indices[i] - area->first), own[i], mode);    \
+        }                                                                                                            \
+        return area;                                                                                                 \
+    }
+PUT_RUN(put_wide, int64_t)
+#if WG_HAS_AVX2_UNIT
+PUT_RUN(put_narrow, int32_t)
+#endif
+
+/* Stores, adds or subtracts at the indices that lie in one of the ascending areas, without a list of all indices.
+ * Nothing is written if the streams are bad. */
+WG_API int wg_scatter_gaps(const wg_gap_streams *s, const wg_entry_values *values, int mode, const wg_area *areas,
+                           uint64_t count) {
     if (!good(s)) return 1;
     wg_gaps g;
     begin(&g, s);
     const int fast = narrow(s);
+    const wg_area *area = areas, *end = areas + count;
+    float own[WG_GAP_RUN];
     for (uint64_t first = 0; first < s->k; first += WG_GAP_RUN) {
         const uint64_t m = s->k - first < WG_GAP_RUN ? s->k - first : WG_GAP_RUN;
-        const float *own = values + first;
+        values_of(values, first, m, own);
 #if WG_HAS_AVX2_UNIT
         if (fast) {
             int32_t some[WG_GAP_RUN];
             wg_gaps_read_avx2(&g, m, some);
-            for (uint64_t i = 0; i < m; i++) __builtin_prefetch(out + some[i], 1);
-            for (uint64_t i = 0; i < m; i++) wg_put(out + some[i], own[i] * share, mode);
+            area = put_narrow(some, own, m, mode, area, end);
             continue;
         }
 #endif
         (void)fast;
         int64_t some[WG_GAP_RUN];
         read_wide(&g, m, some);
-        for (uint64_t i = 0; i < m; i++) __builtin_prefetch(out + some[i], 1);
-        for (uint64_t i = 0; i < m; i++) wg_put(out + some[i], own[i] * share, mode);
+        area = put_wide(some, own, m, mode, area, end);
     }
     return 0;
 }
