@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ COLUMNS = [
     ("with rounds", "with_rounds", "{:.3f}"),
     ("of ten steps", "ratio", "{:.3f}"),
     ("95 %", "interval", "{}"),
+    ("CPU with rounds", "cpu_with_rounds", "{:.3f}"),
     ("push ms", "push_ms", "{:.1f}"),
     ("result ms", "result_ms", "{:.1f}"),
     ("waiting ms", "waiting_ms", "{:.1f}"),
@@ -96,9 +99,12 @@ def _table(
         "a step of one and a step of the other in turn. Between rounds: the median ratio of steps in which no round "
         "starts or ends, with a bootstrap interval. With rounds: what all steps take, by the medians of steps without "
         "a round, with a push and with a result, as often as they came. Of ten steps: the median ratio of ten steps "
-        "of each, with everything in it that disturbed them. Push and result: what a step with one takes more. "
-        "Waiting: what a prepared step spends, on average, on results of the server, which here has the other cores "
-        "of the machine, and a network that costs nothing.",
+        "of each, with everything in it that disturbed them. CPU with rounds: as with rounds, but of the processor "
+        "time of the training thread alone, which other programs on the machine change little. Push and result: what "
+        "a step with one takes more. The site is told that the round trip is 80 ms: without distance `auto` would "
+        "exchange everything. Where a site is one process, its training has a core to itself, and the server and the "
+        "connections have the others. Waiting: what a prepared step spends, on average, on results of the server, "
+        "over a network that costs nothing.",
         COLUMNS,
     )
     for subject in subjects:
@@ -109,11 +115,14 @@ def _table(
 
 
 def _row(plan: Plan, subject: Subject, strategy: str, ranks: int, *, sharded: bool) -> Row:
-    with tempfile.TemporaryDirectory() as name:
+    cores = sorted(os.sched_getaffinity(0))
+    alone = ranks == 1 and len(cores) > 1
+    with tempfile.TemporaryDirectory() as name, _on(cores[1:] if alone else cores):
         with Serve(Path(name), recipe_of(1, {"name": strategy}), secure=False) as server:
             settings = {"address": server.address, "model": subject.model, "batch": subject.batch, "warm": plan.warm}
             settings |= {"options": subject.options, "seconds": plan.seconds, "blocks": plan.blocks}
             settings |= {"optimizer": subject.optimizer, "sharded": sharded, "out": f"{name}/times.json"}
+            settings["core"] = cores[0] if alone else None
             server.processes.start("site", worker(MODULE, ranks, settings), popen)
             server.wait("site")
         found = json.loads(Path(name, "times.json").read_text())
@@ -135,7 +144,19 @@ def _row(plan: Plan, subject: Subject, strategy: str, ranks: int, *, sharded: bo
         "steps": len(times),
         "rounds": sum(pushed for pushed, _ in kinds),
     }
+    row["cpu_with_rounds"] = _by_kind(found["cpu"], kinds)["with_rounds"]
     return row | _by_kind(times, kinds)
+
+
+@contextlib.contextmanager
+def _on(cores: list[int]) -> Iterator[None]:
+    """Run on these cores, with all processes that are started meanwhile."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _by_kind(times: list[tuple[float, float]], kinds: list[tuple[bool, bool]]) -> Row:

@@ -6,6 +6,7 @@ python -m deployment.overhead_process '{"address": ..., "model": "cifarnet", ...
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deployment.distance import pretend_distance
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -56,18 +58,18 @@ def make_batches(settings: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> Any:
-    """A function that takes the next step and returns its seconds."""
+    """A function that takes the next step and returns its seconds, and those of the processor in this thread."""
     done = 0
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         nonlocal done
         inputs, labels = batches[done % len(batches)]
         done += 1
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.thread_time()
         functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()  # as a prepared step does: gradients kept longer push the other copy out of the cache
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.thread_time() - busy
 
     return step
 
@@ -76,6 +78,7 @@ def main() -> None:
     """Warm up, agree on the number of steps, take them in turn, and write the times."""
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    pretend_distance()
     site = wg.join(settings["address"], site="site-1", insecure=True)
     batches = make_batches(settings)
     torch.manual_seed(site.group.rank)
@@ -91,17 +94,21 @@ def main() -> None:
     training = site._training
     assert training is not None
     warm = settings["warm"]
-    before = [plain_step() + our_step() for _ in range(warm)]
+    if settings["core"] is not None:  # this thread, and those that it starts from now on
+        os.sched_setaffinity(0, {settings["core"]})
+    before = [plain_step()[0] + our_step()[0] for _ in range(warm)]
     wanted = settings["seconds"] / (sum(before[-BLOCK:]) / len(before[-BLOCK:]))
     blocks = site.group.number_from_first(max(settings["blocks"], int(wanted) // BLOCK))
-    waited, times, kinds = training.waited, [], []
+    waited, times, cpu, kinds = training.waited, [], [], []
     for _ in range(blocks * BLOCK):
         known = _progress(training.coordinator)
-        times.append((plain_step(), our_step()))
+        plain_s, our_s = plain_step(), our_step()
+        times.append((plain_s[0], our_s[0]))
+        cpu.append((plain_s[1], our_s[1]))
         now = _progress(training.coordinator)
         kinds.append((now[0] != known[0], now[1] != known[1]))  # whether the step pushed, and whether it moved
     if site.group.first:
-        found = {"times": times, "kinds": kinds, "block": BLOCK, "waited": training.waited - waited}
+        found = {"times": times, "cpu": cpu, "kinds": kinds, "block": BLOCK, "waited": training.waited - waited}
         found["parameters"] = sum(p.numel() for p in plain.parameters())
         Path(settings["out"]).write_text(json.dumps(found))
     site.leave()

@@ -18,6 +18,7 @@ from weightgrad.kernels import (
     dense,
     elias,
     fixed,
+    gaps,
     moments,
     select,
     ternary,
@@ -355,6 +356,80 @@ def test_lookup_and_pack(n: int, width: int) -> None:
     all_equal(work)
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("n", [0, 1, 17, 5000])
+def test_nesterov(n: int, weight: float) -> None:
+    def work() -> list[Tensor]:
+        total, velocity = values(n, 1), values(n, 2)
+        return [dense.nesterov(total, weight, velocity, 0.9, 0.7), velocity]
+
+    all_equal(work)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9, 127, 128, 129, 5000])
+@pytest.mark.parametrize("mode", [fixed.STORE, fixed.ADD, fixed.SUBTRACT])
+@pytest.mark.parametrize("step", [1, 9, 5000])
+def test_values_at_gaps(step: int, count: int, mode: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    indices = torch.cumsum(torch.randint(1, step + 1, (count,), generator=generator), 0) - 1
+    values = torch.randn(count, generator=generator)
+    n = int(indices[-1]) + 4 if count else 5
+    before = torch.randn(n, generator=generator)
+
+    def work() -> list[Tensor]:
+        low, unary, code = bits.pack_gaps(indices, bits.best_gap_code(indices))
+        out = before.clone()
+        streams = gaps.GapStreams(low, unary, count, code, n)
+        assert streams.scatter(values, [(0, out)], mode, 0.3)
+        cut = before.clone()  # three areas with a hole between them
+        third, half = n // 3, n // 2
+        areas = [(0, cut[:third]), (third, cut[third:half]), (half + 1, cut[half + 1 :])]
+        assert streams.scatter(values, areas, mode, 0.3)
+        signs = before.clone()
+        bits_set = bits.pack_reference((values < 0).to(torch.uint8), 1)
+        assert streams.scatter(gaps.Signs(bits_set, 0.7), [(0, signs)], mode, 0.3)
+        return [out, cut, signs]
+
+    all_equal(work)
+
+
+@pytest.mark.parametrize("rice", [True, False])
+@pytest.mark.parametrize("width", [0, 1, 3, 11, 13, 56])
+def test_bad_gaps_are_refused_alike(width: int, rice: bool) -> None:
+    """Random streams: every backend says the same about them, and writes nothing to places of bad ones."""
+    generator = torch.Generator().manual_seed(width)
+    verdicts = []
+    for trial in range(60):
+        count = int(torch.randint(0, 40, (1,), generator=generator))
+        code = bits.GapCode(rice, width, 0)
+        low = torch.randint(0, 256, (code.low_bytes(count),), generator=generator, dtype=torch.uint8)
+        if trial % 2 and low.numel():
+            low[-1] &= (1 << (count * width % 8 or 8)) - 1
+        unary = torch.randint(0, 256, (count // 4 if rice else 0,), generator=generator, dtype=torch.uint8)
+        if trial % 3 and count and rice:  # as many ones as it says
+            bits_set = torch.zeros(2 * count, dtype=torch.uint8)
+            bits_set[torch.randperm(2 * count, generator=generator)[:count]] = 1
+            unary = bits.pack_reference(bits_set, 1)
+        n = int(torch.randint(1, 1 << min(60, 9 + width), (1,), generator=generator))
+        streams = gaps.GapStreams(low, unary, count, code, n)
+        found: list[bool] = []
+
+        def work(streams: gaps.GapStreams = streams, found: list[bool] = found) -> list[Tensor]:
+            indices = streams.indices()
+            assert streams.good() == (indices is not None)
+            found.append(indices is not None)
+            if indices is None and streams.numel < 1 << 20:
+                out = torch.ones(streams.numel)
+                assert not streams.scatter(torch.ones(streams.count), [(0, out)], fixed.ADD)
+                assert bool((out == 1).all())
+            return [torch.tensor([-1]) if indices is None else indices]
+
+        all_equal(work)
+        verdicts += found
+    assert any(verdicts)
+    assert not all(verdicts)
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 100, 2**20, 2**31 + 5])
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 1000, 40_000])
 def test_gaps(step: int, count: int) -> None:
@@ -364,11 +439,12 @@ def test_gaps(step: int, count: int) -> None:
 
     def work() -> list[Tensor]:
         low, unary, code = bits.pack_gaps(indices, bits.best_gap_code(indices))
-        back = bits.unpack_gaps(low, unary, count, code, n)
+        streams = gaps.GapStreams(low, unary, count, code, n)
+        back = streams.indices()
         assert back is not None
         assert torch.equal(back, indices)
-        if count:
-            assert bits.unpack_gaps(low, unary, count, code, n - 1) is None
+        assert streams.good()
+        assert not count or dataclasses.replace(streams, numel=n - 1).indices() is None
         return [low, unary, torch.tensor([code.rice, code.width, code.unary_bits])]
 
     all_equal(work)

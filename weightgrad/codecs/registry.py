@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -103,7 +104,8 @@ def sections(payload: Payload, *sizes: int) -> list[Tensor]:
     """Cut a body into sections of these sizes; raise BodyLengthError if they are not all of it."""
     if sum(sizes) != payload.body.numel():
         raise BodyLengthError(f"{payload.codec}: a body of {payload.body.numel()} bytes, expected {sum(sizes)}")
-    return list(torch.split(payload.body, list(sizes)))
+    ends = list(accumulate(sizes))
+    return [payload.body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def floats(section: Tensor) -> Tensor:

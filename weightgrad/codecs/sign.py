@@ -21,6 +21,7 @@ from weightgrad.codecs.spec import codec
 from weightgrad.errors import DecodeError, ParamsError
 from weightgrad.kernels import columns as kernel
 from weightgrad.kernels import fixed
+from weightgrad.kernels.gaps import Signs
 from weightgrad.kernels.moments import moments
 
 SIGN = "<Q"  # elements that share a scale
@@ -76,6 +77,12 @@ def decode_sign(payload: Payload, out: Tensor, mode: int) -> None:
         stop = min(n, start + fixed.CHUNK)
         own = torch.arange(start, stop, device=out.device) // group
         fixed.put(out[start:stop], signs[start:stop] * scales[own], mode)
+
+
+def one_size(payload: Payload) -> Signs | None:
+    """The sign bits of a payload and the one magnitude of its elements; None if it has several or no elements."""
+    scales, bits, group = _parts(payload)
+    return Signs(bits, scales.item()) if 0 < payload.numel <= group else None
 
 
 def _parts(payload: Payload) -> tuple[Tensor, Tensor, int]:

@@ -21,7 +21,7 @@ from weightgrad.core.local_model import Scratch, scatter
 from weightgrad.core.parts import check, part
 from weightgrad.core.segment_index import SegmentIndex
 from weightgrad.errors import ProtocolError, StrategyError
-from weightgrad.kernels import fixed
+from weightgrad.kernels import dense, fixed
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RelayedPush, Segment
 
@@ -55,6 +55,23 @@ class Contribution:
             # A product and a sum: a fused multiply-add would round otherwise where vectors are cut otherwise.
             total += self.decoded(intervals, scratch.of("decoded", intervals.numel)).mul_(self.weight)
         return bool(here)
+
+    def fill(self, total: Tensor, intervals: Intervals) -> bool:
+        """Store the push instead of adding it to zeros, if that is the same: it has one segment, of all these elements.
+
+        Args:
+            total: memory for the values.
+            intervals: which elements they are.
+
+        Returns:
+            Whether it was stored.
+        """
+        here = self.within(intervals) if self.weight == 1.0 else []
+        # What "uniform" decodes to has no negative zeros, which a sum with zero would make positive.
+        if len(here) != 1 or here[0].payload.codec != "uniform" or here[0].intervals != intervals:
+            return False
+        here[0].into(total, fixed.STORE, intervals)
+        return True
 
     def decoded(self, intervals: Intervals, out: Tensor) -> Tensor:
         """The push in the given elements; zero where it has nothing."""
@@ -198,9 +215,12 @@ class Sum(Aggregator):
     ) -> Tensor | None:
         """Add up the pushes."""
         del weight, memory
-        total = scratch.of("total", intervals.numel).zero_()
-        found = [push.add_to(total, intervals, scratch) for push in pushes]
-        return total if any(found) else None
+        total = scratch.of("total", intervals.numel)
+        filled = bool(pushes) and pushes[0].fill(total, intervals)
+        if not filled:
+            total.zero_()
+        found = [push.add_to(total, intervals, scratch) for push in pushes[int(filled) :]]
+        return total if filled or any(found) else None
 
 
 @part("aggregator", "trimmed_mean")
@@ -267,6 +287,13 @@ class Outer(Aggregator):
         self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
     ) -> Tensor | None:
         """One step of the outer optimizer; its memory of elements that were not sent stays as it is."""
+        if self.rule == "nesterov" and self.of == "mean":  # in one pass
+            total = Sum().combine(pushes, intervals, weight, memory, scratch)
+            if total is not None:
+                velocity = memory.read("velocity", intervals, scratch)
+                dense.nesterov(total, weight if weight > 0 else 1.0, velocity, self.momentum, self.lr)
+                memory.write("velocity", intervals, velocity)
+            return total
         mean = _OF[self.of].combine(pushes, intervals, weight, memory, scratch)
         if mean is None:
             return None
@@ -279,9 +306,9 @@ class Outer(Aggregator):
 
     def _step(self, mean: Tensor, memory: dict[str, Tensor]) -> None:
         if self.rule == "nesterov":
-            velocity = memory["velocity"].mul_(self.momentum).add_(mean)
-            mean += velocity * self.momentum
-        elif self.rule == "adam":
+            dense.nesterov(mean, 1.0, memory["velocity"], self.momentum, self.lr)
+            return
+        if self.rule == "adam":
             first = memory["first"].mul_(self.momentum).add_(mean * (1 - self.momentum))
             second = memory["second"].mul_(self.beta2).add_((mean * mean).mul_(1 - self.beta2))
             count = memory["count"].add_(1)

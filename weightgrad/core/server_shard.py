@@ -19,7 +19,7 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Codec, Fp32
 from weightgrad.codecs.registry import decode_into
-from weightgrad.codecs.sparse import unpack_entries
+from weightgrad.codecs.sparse import unpack_values
 from weightgrad.core import pieces
 from weightgrad.core.aggregators import Aggregator, Contribution, Memory
 from weightgrad.core.agreement import Agreement, Signs
@@ -120,7 +120,7 @@ class ServerShard:
         total = 0.0
         for segment in segments:
             if segment.payload.codec == "sparse":
-                values = unpack_entries(segment.payload)[1]
+                values = unpack_values(segment.payload)
             else:
                 values = self._scratch.of("decoded", segment.payload.numel)
                 decode_into(segment.payload, values, fixed.STORE)

@@ -150,7 +150,8 @@ class GapCode:
         return -(-self.unary_bits // 8)
 
 
-def _gaps(indices: Tensor) -> Tensor:
+def gaps_between(indices: Tensor) -> Tensor:
+    """How many places lie between sorted indices, and before the first."""
     before = torch.cat((indices.new_full((1,), -1), indices[:-1]))
     return indices - before - 1
 
@@ -182,7 +183,7 @@ def _costs(indices: Tensor) -> tuple[int, list[GapCode]]:
     start = max(0, min(MAX_WIDTH - 2, mean.bit_length() - 2))
     lib = native.library_for(indices)
     if lib is None:
-        gaps = _gaps(indices)
+        gaps = gaps_between(indices)
         largest = int(gaps.max())
         costs = [int((gaps >> (start + i)).sum()) for i in range(3)]
     else:
@@ -204,7 +205,7 @@ def pack_gaps(indices: Tensor, code: GapCode) -> tuple[Tensor, Tensor, GapCode]:
         bits = lib.wg_pack_gaps(indices.data_ptr(), count, code.width, low.data_ptr(), target)
         code = GapCode(code.rice, code.width, bits)
         return low, unary[: code.unary_bytes], code
-    gaps = _gaps(indices)
+    gaps = gaps_between(indices)
     if (kernels := gpu.kernels_for(indices, "bits")) is not None:
         packed: tuple[Tensor, Tensor, GapCode] = kernels.pack_gaps(gaps, code)
         return packed
@@ -217,34 +218,3 @@ def pack_gaps(indices: Tensor, code: GapCode) -> tuple[Tensor, Tensor, GapCode]:
     flags = torch.zeros(code.unary_bits, dtype=torch.uint8, device=indices.device)
     flags[ones] = 1
     return low, pack_reference(flags, 1), code
-
-
-def unpack_gaps(low: Tensor, unary: Tensor, count: int, code: GapCode, n: int) -> Tensor | None:
-    """Undo pack_gaps; None when the streams do not hold `count` indices below n."""
-    lib = native.library_for(low)
-    if lib is not None:
-        indices = torch.empty(count, dtype=torch.int64)
-        target = unary.data_ptr() if code.rice else None
-        bad = lib.wg_unpack_gaps(low.data_ptr(), target, unary.numel(), count, code.width, n, indices.data_ptr())
-        return None if bad else indices
-    flags = unpack_reference(low, low.numel() * 8, 1)
-    used = count * code.width
-    if bool(flags[used:].any()):
-        return None
-    powers = torch.arange(code.width, device=low.device)
-    gaps = (flags[:used].view(count, code.width).to(torch.int64) << powers).sum(1)
-    if code.rice:
-        ones = unpack_reference(unary, unary.numel() * 8, 1).nonzero().view(-1)
-        if ones.numel() != count or -(-(int(ones[-1]) + 1 if count else 0) // 8) != unary.numel():
-            return None
-        quotients = _gaps(ones)
-        if count and int(quotients.max()) > n >> code.width:
-            return None
-        gaps += quotients << code.width
-    # Checked in floats first: a hostile sum could wrap around.
-    if count and float(gaps.double().sum()) + count > 2.0**62:
-        return None
-    indices = torch.cumsum(gaps + 1, 0) - 1
-    if count and int(indices[-1]) >= n:
-        return None
-    return indices

@@ -1,5 +1,5 @@
 """Dense tensors: casts to float16 and bfloat16 (rounded to nearest even) and back, zeros, weights plus a share of a
-residual, low-rank products."""
+residual, Nesterov momentum, low-rank products."""
 
 from __future__ import annotations
 
@@ -76,6 +76,31 @@ def distance(local: Tensor, weights: Tensor, residual: Tensor | None, share: flo
         lib.wg_distance(*where, share, out.numel(), out.data_ptr())
         return out
     return torch.sub(local, reference(weights, residual, share, out), out=out)
+
+
+def nesterov(total: Tensor, weight: float, velocity: Tensor, momentum: float, lr: float) -> Tensor:
+    """One step of an outer optimizer with Nesterov momentum, in one pass.
+
+        mean = total / weight;  velocity = momentum * velocity + mean;  total = lr * (mean + momentum * velocity)
+
+    Args:
+        total: The sum of the updates, flat float32; becomes the step.
+        weight: What the sum is divided by.
+        velocity: Changed in place.
+        momentum: Of the velocity.
+        lr: The learning rate.
+
+    Returns:
+        `total`.
+    """
+    lib = native.library_for(total)
+    if lib is not None and total.is_contiguous() and velocity.is_contiguous():
+        lib.wg_nesterov(total.data_ptr(), weight, velocity.data_ptr(), momentum, lr, total.numel())
+        return total
+    total.div_(weight)
+    velocity.mul_(momentum).add_(total)
+    total += velocity * momentum
+    return total.mul_(lr)
 
 
 def lowrank(p: Tensor, q: Tensor, out: Tensor, mode: int = fixed.STORE) -> None:

@@ -82,6 +82,37 @@ class Sent(ctypes.Structure):
     )
 
 
+class GapStreams(ctypes.Structure):
+    """`wg_gap_streams` of wg.h."""
+
+    _fields_ = (
+        ("low", ctypes.c_void_p),
+        ("unary", ctypes.c_void_p),
+        ("unary_bytes", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("numel", ctypes.c_uint64),
+        ("width", ctypes.c_int32),
+        ("rice", ctypes.c_int32),
+    )
+
+
+class EntryValues(ctypes.Structure):
+    """`wg_entry_values` of wg.h."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("size", ctypes.c_float),
+        ("share", ctypes.c_float),
+    )
+
+
+class Area(ctypes.Structure):
+    """`wg_area` of wg.h."""
+
+    _fields_ = (("first", ctypes.c_uint64), ("last", ctypes.c_uint64), ("out", ctypes.c_void_p))
+
+
 _POINTER, _SIZE, _INT, _FLOAT, _DOUBLE = (
     ctypes.c_void_p,
     ctypes.c_uint64,
@@ -103,6 +134,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_clear": (None, (_POINTER, _SIZE)),
     "wg_reference": (None, (_POINTER, _POINTER, _FLOAT, _SIZE, _POINTER)),
     "wg_distance": (None, (_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _POINTER)),
+    "wg_nesterov": (None, (_POINTER, _FLOAT, _POINTER, _FLOAT, _FLOAT, _SIZE)),
     "wg_lowrank": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_largest": (ctypes.c_uint32, (_POINTER, _SIZE)),
     "wg_digest": (_SIZE, (_POINTER, _SIZE, _SIZE)),
@@ -126,7 +158,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_unpack": (None, (_POINTER, _SIZE, _INT, _POINTER)),
     "wg_gap_costs": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER)),
     "wg_pack_gaps": (_SIZE, (_POINTER, _SIZE, _INT, _POINTER, _POINTER)),
-    "wg_unpack_gaps": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _SIZE, _POINTER)),
+    "wg_check_gaps": (_INT, (_POINTER,)),
+    "wg_unpack_gaps": (_INT, (_POINTER, _POINTER)),
+    "wg_scatter_gaps": (_INT, (_POINTER, _POINTER, _INT, _POINTER, _SIZE)),
     "wg_elias": (_SIZE, (_POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER)),
     "wg_elias_decode": (_INT, (_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_assign": (None, (_POINTER, _SIZE, _POINTER, _INT, _INT, _POINTER)),

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from weightgrad.codecs import unpack_entries
+from weightgrad.codecs.sparse import add_entries
 from weightgrad.core.layout import Layout
 from weightgrad.errors import StrategyError
-from weightgrad.kernels import fixed, select
+from weightgrad.kernels import fixed
 from weightgrad.runtime.device_copies import DeviceCopies
 from weightgrad.runtime.expected_reads import ExpectedReads
 from weightgrad.runtime.named_parameter import NamedParameter
@@ -252,12 +253,18 @@ class ModuleWeights:
             segment.into(decoded, mode, here, share=share)
             self.add(here, decoded)
             return
+        stretches = self._stretches.of(segment.intervals)
+        parts = [(stretch, own) for stretch in stretches if (own := self._part(stretch)) is not None]
+        if all(own.dtype == torch.float32 and own.device == segment.payload.body.device for _, own in parts):
+            self._written += parts
+            add_entries(segment.payload, [(stretch.offset, own) for stretch, own in parts], mode, share)
+            self._put_back()
+            return
         indices, values = unpack_entries(segment.payload)
         if share != 1:
             values.mul_(share)
         if mode == fixed.SUBTRACT:
             values.neg_()
-        stretches = self._stretches.of(segment.intervals)
         bounds = self._stretches.entries(stretches, indices, segment.payload.numel)
         for stretch, (first, last) in zip(stretches, bounds, strict=True):
             own = self._part(stretch)
@@ -267,8 +274,6 @@ class ModuleWeights:
             places = indices[first:last]
             if own.device != places.device:
                 self.copies_of(own.device).add_entries(own, places - stretch.offset, values[first:last])
-            elif own.dtype == torch.float32 and own.device.type == "cpu":
-                select.scatter(places, values[first:last], own, fixed.ADD, first=stretch.offset)
             else:
                 own.index_add_(0, places - stretch.offset, values[first:last].to(own.dtype))
         self._put_back()

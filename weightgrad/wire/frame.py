@@ -121,7 +121,8 @@ class _Layout(NamedTuple):
 
 def frame_bytes(payload: Payload) -> int:
     """The length of `to_bytes(payload)`, without making it."""
-    return _Layout(0, 0, len(payload.shape), len(payload.params), payload.body.numel()).frame_bytes
+    padding_at = HEADER_BYTES + 8 * len(payload.shape) + len(payload.params)
+    return padding_at + -padding_at % _ALIGN + payload.body.numel() + CHECKSUM_BYTES
 
 
 def to_bytes(payload: Payload) -> bytes:

@@ -21,8 +21,9 @@ from torch import Tensor
 from weightgrad import codecs, wire
 from weightgrad.codecs import Codec, Payload
 from weightgrad.codecs.registry import decode_into
+from weightgrad.codecs.sparse import put_entries
 from weightgrad.errors import ProtocolError, SpecError
-from weightgrad.kernels import fixed, select
+from weightgrad.kernels import fixed
 from weightgrad.wire.intervals import Intervals, Span
 from weightgrad.wire.sync_schedule import MAX_TEXT_BYTES, Report, SyncSchedule
 
@@ -109,8 +110,7 @@ class Segment:
             decode_into(self.payload, vector[place], mode)
             return
         if place is not None and mode != fixed.STORE and self.payload.codec == "sparse":
-            indices, entries = codecs.unpack_entries(self.payload, vector.device)
-            select.scatter(indices, entries.mul_(share), vector[place], mode)
+            put_entries(self.payload, vector[place], mode, share)
             return
         values = torch.empty(self.payload.numel, device=vector.device)
         decode_into(self.payload, values, fixed.STORE)

@@ -1,4 +1,4 @@
-/* Bit streams: small codes, and the gaps between sorted indices.
+/* Bit streams: small codes, and the gaps between sorted indices; gaps.c reads those.
  *
  * A gap is index - previous index - 1. Its low `width` bits go to one stream; with
  * Rice coding the rest goes to a second stream in unary: that many zeros, then a
@@ -59,41 +59,4 @@ WG_API uint64_t wg_pack_gaps(const int64_t *indices, uint64_t k, int width, uint
     for (; held > 0; held -= 8, word >>= 8) *low++ = (uint8_t)word;
     if (unary && ones) memcpy(unary + 8 * at, &ones, (place + 7) / 8 - 8 * at);
     return place;
-}
-
-/* Position of the first one at or after `place`, or `bits` when there is none. */
-static uint64_t next_one(const uint8_t *stream, uint64_t bits, uint64_t place) {
-    while (place < bits) {
-        uint64_t window = 0, byte = place / 8, left = bits / 8 - byte;
-        memcpy(&window, stream + byte, left < 8 ? left : 8);
-        window >>= place % 8;
-        if (window) return place + (uint64_t)__builtin_ctzll(window);
-        place = 8 * (byte + 8);
-    }
-    return bits;
-}
-
-/* Returns 0, or 1 when the streams do not hold exactly k ascending indices below n. */
-WG_API int wg_unpack_gaps(const uint8_t *low, const uint8_t *unary, uint64_t unary_bytes, uint64_t k, int width, uint64_t n,
-                          int64_t *indices) {
-    const uint64_t mask = width ? ~0ull >> (64 - width) : 0, bits = 8 * unary_bytes;
-    uint64_t word = 0, next = 0, place = 0; /* next: one past the last index */
-    int held = 0;
-    for (uint64_t i = 0; i < k; i++) {
-        for (; held < width; held += 8) word |= (uint64_t)*low++ << held;
-        uint64_t gap = word & mask;
-        word >>= width;
-        held -= width;
-        if (unary) {
-            uint64_t one = next_one(unary, bits, place);
-            if (one >= bits || one - place > n >> width) return 1;
-            gap += (one - place) << width;
-            place = one + 1;
-        }
-        if (next >= n || gap >= n - next) return 1;
-        indices[i] = (int64_t)(next + gap);
-        next += gap + 1;
-    }
-    if (word) return 1;
-    return unary && ((place + 7) / 8 != unary_bytes || next_one(unary, bits, place) != bits);
 }

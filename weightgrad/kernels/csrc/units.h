@@ -77,6 +77,22 @@ uint32_t wg_ternary_sums_avx512(const float *w, const float *d, uint64_t n, floa
 uint32_t wg_level_sums_avx512(const float *w, const float *d, uint64_t n, wg_ruler ruler, int levels, double *partials);
 void wg_ternary_threshold_avx2(const float *w, uint64_t n, float threshold, uint8_t *codes);
 
+/* gaps: how far the streams have been read. The AVX2 unit reads runs of WG_GAP_RUN, the last may be shorter. */
+#define WG_GAP_RUN 128u
+#define WG_NARROW_GAP 12 /* bits: eight gaps in sixteen bytes */
+typedef struct {
+    const uint8_t *low, *unary;
+    uint64_t low_bytes, unary_bytes, k;
+    int width, rice;
+    uint64_t at, sum;    /* indices read, and the sum of their low bits */
+    uint64_t word, byte; /* the rest of a word of the unary stream, and the byte behind it */
+    uint64_t have;
+    uint32_t ones[WG_GAP_RUN + 80]; /* places that were found beyond those that were asked for */
+} wg_gaps;
+
+uint64_t wg_gaps_low_sum_avx2(const wg_gaps *g);
+void wg_gaps_read_avx2(wg_gaps *g, uint64_t m, int32_t *indices);
+
 /* columns */
 typedef struct {
     uint64_t rows, cols, tile;

@@ -65,6 +65,26 @@ typedef struct {
     const float *means;
 } wg_sent;
 
+/* The streams of k indices below n: see bits.c. */
+typedef struct {
+    const uint8_t *low, *unary;
+    uint64_t unary_bytes, k, n;
+    int32_t width, rice; /* rice: 0 with a fixed width, which has no unary stream */
+} wg_gap_streams;
+
+/* What is written to indices: values, or if that is NULL a size with the sign bits of all; each times a share. */
+typedef struct {
+    const float *values;
+    const uint8_t *signs;
+    float size, share;
+} wg_entry_values;
+
+/* The memory of the elements first .. last-1. */
+typedef struct {
+    uint64_t first, last;
+    float *out;
+} wg_area;
+
 #define WG_BLOCK 4096u      /* elements under one partial sum */
 #define WG_SCAN_BLOCK 1024u /* elements looked at before any is written: fits the first-level cache */
 #define WG_TREE 32u         /* fan-in of a column sum */
