@@ -12,7 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from weightgrad.errors import RefusedError, StrategyError
 from weightgrad.runtime.module_weights import trainable
-from weightgrad.runtime.session import Site, _check_averaged, join
+from weightgrad.runtime.optimizer_checks import check_averaged
+from weightgrad.runtime.session import Site, join
 
 from .user_sites import STEPS, Meet, backward, flat, network, run_sites, served
 
@@ -298,4 +299,4 @@ def test_two_optimizers_of_one_model_where_updates_are_shared() -> None:
     assert (global_model != began)[:100].all(), "the parameters of the first optimizer have moved, too"
     model = network()
     with pytest.raises(StrategyError, match=r"2\.weight is trained by another optimizer, which may step before"):
-        _check_averaged(trainable(model), [sgd(model[0])])
+        check_averaged(trainable(model), [sgd(model[0])])

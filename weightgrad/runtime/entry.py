@@ -11,6 +11,7 @@ from typing import Any
 
 from weightgrad import kernels
 from weightgrad.core.layout import Layout
+from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import LinkError, RefusedError, WeightGradError
 from weightgrad.event_log import EventLog
@@ -159,6 +160,17 @@ class Entry:
             self.connection.server_watch = ServerWatch(self._options.address, self._options.reconnect)
             self.connection.watch = LinkMonitor(self._options.site, reply.facts.get("bit_s"))
         return self.connection
+
+    def speak_for(self, coordinator: SiteCoordinator, restarted: Callable[[AdmissionReply], None]) -> None:
+        """Report on the coordinator of this site, and enter again for it if the server is restarted; on rank 0.
+
+        Args:
+            coordinator: The site's coordinator.
+            restarted: Called with the reply of a server that was restarted.
+        """
+        assert self.connection is not None
+        self.status = lambda: self.telemetry.status(coordinator)
+        self.connection.rejoin = lambda: restarted(self.enter_again(coordinator.version))
 
     def enter_again(self, version: int) -> AdmissionReply:
         """Enter on rank 0 after the coordinator of the server was restarted; waits for it for `reconnect` seconds."""

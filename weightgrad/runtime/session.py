@@ -7,53 +7,25 @@ counted, and a round starts or ends if the strategy says it is time. Between rou
 
 from __future__ import annotations
 
-import atexit
-import dataclasses
-import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any, TypeVar
 
 from weightgrad.core import strategies
-from weightgrad.core.layout import Layout
-from weightgrad.core.optimizer_spec import AT_SITES
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
-from weightgrad.local.serving import serving
-from weightgrad.runtime import frozen_parameters
-from weightgrad.runtime.admission import APART, in_order
-from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
-from weightgrad.runtime.device_state import check_place, memory_for
 from weightgrad.runtime.entry import Entry
-from weightgrad.runtime.frozen_parameters import FrozenParameters
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
-from weightgrad.runtime.load_guard import LoadGuard
-from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter, all_stages, layout_of, trainable
-from weightgrad.runtime.named_models import (
-    OptimizerSet,
-    SiteSteps,
-    one_module,
-    own_modules,
-    stepping_optimizers,
-)
+from weightgrad.runtime.model_listeners import ModelListeners
 from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import show_by_default
-from weightgrad.runtime.rank_step import averages_gradients
-from weightgrad.runtime.replicas import Sharding
+from weightgrad.runtime.script_end import ScriptEnd
 from weightgrad.runtime.site_checkpoint import newest_version
 from weightgrad.runtime.site_training import SiteTraining
-from weightgrad.runtime.state_dict_copies import copy_views
-from weightgrad.runtime.step_hooks import StepHooks
-from weightgrad.runtime.trained_model import TrainedModel
-from weightgrad.wire.intervals import Intervals
+from weightgrad.runtime.user_model import UserModel
 
 Model = TypeVar("Model")
 UserOptimizer = TypeVar("UserOptimizer")
@@ -140,14 +112,10 @@ class Site:
         self._options = options
         self._entry: Entry | None = None
         self._training: SiteTraining | None = None
-        self._hooks: list[StepHooks] = []
-        self._steps: SiteSteps | None = None
-        self._guard: LoadGuard | None = None
-        self._copies: list[Any] = []
+        self._listeners: ModelListeners | None = None
         self._loaded: PortableState | None = None
-        self._prepared = False
+        self._script_end = ScriptEnd(self._abandon, resumable=options.state is not None)
         self._left = False
-        self._pid = os.getpid()
 
     # -- the beginning ----------------------------------------------------------------------
 
@@ -201,122 +169,40 @@ class Site:
         """
         if self._left:
             raise StrategyError("the site has left; call weightgrad.join again to come back")
-        if self._prepared:
+        if self._listeners is not None:
             raise StrategyError(
                 "the site is prepared already; to train several models, give prepare() all of them "
                 'at once, as {"g": g, "d": d}; to train another one, leave() and join again'
             )
-        if buffers not in ("shared", "site", "local"):
-            raise StrategyError(f'buffers = {buffers!r}; it is "shared", "site" or "local"')
-        if frozen not in frozen_parameters.KINDS:
-            raise StrategyError(f'frozen = {frozen!r}; it is "same", "local" or "shared"')
-        check_place(state_on)
-        several = stepping_optimizers(optimizer)
-        for one in several:
-            StepHooks.release(one)
-        stepping = several[0] if len(several) == 1 else cast(Optimizer, OptimizerSet(several))
-        module = one_module(model)
-        parameters = trainable(module, frozen=frozen == "shared")
-        _check_parameters(parameters, stepping)
-        unshared = FrozenParameters(module, parameters)
-        own_layout = layout_of(parameters)
-        layout = all_stages(own_layout, self.group) if stages else own_layout
-        announced = AnnouncedOptimizer(stepping, [one.parameter for one in parameters])
+        user = UserModel(model, optimizer, self.group, buffers=buffers, frozen=frozen, stages=stages, state_on=state_on)
         strategy = strategies.find(strategy, changes) if isinstance(strategy, str) else strategy
         if self.group.first:
             show_by_default()
-        atexit.register(self._at_exit)
+        self._script_end.watch()
         self._entry = Entry(self._options, self.group)
-        version = newest_version(self._options.state) if self.group.first else -1
-        version = self._loaded.version if self._loaded is not None and self.group.first else version
-        if strategy is not None and strategy.shares == "gradients":
-            _check_one_optimizer(strategy, several)
-        told = {"kind": type(several[0]).__name__} if len(several) > 1 or stages else announced.told()
-        apart = _why_apart(parameters, stepping, frozen)
-        if apart is not None or announced.has_state:
-            told[APART] = apart or "its optimizer goes on from a state, which is its own"
-        if len(several) > 1:
-            told[APART] = f"it has {len(several)} optimizers, and with shared gradients one steps at every site"
-        digests = unshared.digests() if self.group.first and frozen == "same" and not stages else {}
-        reply = self._entry.ask(layout, told, strategy, samples, version, digests)
+        if strategy is not None:
+            user.check_strategy(strategy)
+        reply = self._entry.ask(
+            user.layout, user.optimizer_told(), strategy, samples, self._kept_version(), user.frozen_digests()
+        )
         self.strategy = Strategy(**reply.strategy)
-        if self.strategy.shares == "gradients":
-            if apart is not None:
-                raise StrategyError(f"{self.strategy.name} shares gradients, and {apart}")
-            unshared.gradients_shared = True
-        announced.adapt(self.strategy, say=self.group.first)
-        inside = all(averages_gradients(one) for one in own_modules(model))
-        trained = self._trained(
-            module, stepping, announced, parameters, in_order(layout, reply.layout), reply.served, inside
-        )
-        if self.group.size > 1 and not trained.averages_gradients:
-            _check_averaged(parameters, several)
-        averages = buffers != "local" and not stages
-        trained = dataclasses.replace(
-            trained,
-            averages_buffers=averages,
-            shares_buffers=buffers == "shared",
-            memory=memory_for(state_on, trained.weights, self.strategy),
-        )
-        if reply.facts.get(AT_SITES):
-            _check_whole(trained)
-            trained = dataclasses.replace(trained, at_sites=True)
+        trained = user.trained(self.strategy, reply)
         connection = self._entry.connect(reply, trained.sharding.held)
         self._training = SiteTraining(
             self._options, self.group, connection, self._entry.events, trained, reply, samples
         )
-        self._attach(self._entry, self._training)
+        if self._training.coordinator is not None:
+            self._entry.speak_for(self._training.coordinator, self._training.server_restarted)
         self._training.begin(self._loaded)
         self._loaded = None
-        self._prepared = True
-        self._copies = copy_views(module) if self._training.rank_step.one_buffer else []
-        self._guard = LoadGuard(module, parameters)
-        watches = (unshared.check, self._guard.check)
-        self._steps = SiteSteps(self._training, len(several))
-        for number, one in enumerate(several):
-            listener = self._training if len(several) == 1 else self._steps.of(number)
-            wrapper = optimizer if len(several) == 1 else None
-            self._hooks.append(StepHooks(one, self.name, listener, self.group, watches, wrapper))
+        self._listeners = ModelListeners(user, optimizer, self.name, self._training, self.group)
         return model, optimizer
 
-    def _trained(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        announced: AnnouncedOptimizer,
-        parameters: list[NamedParameter],
-        layout: Layout,
-        served: tuple[Intervals, ...],
-        averages: bool,
-    ) -> TrainedModel:
-        assert self.strategy is not None
-        own, per_tensor = ModuleWeights(parameters, layout).available, self.strategy.per == "tensor"
-        local = None if averages else serving(layout, self.strategy.inside(self.group.size), self.group.size)
-        sharding = Sharding.of(own, layout, self.group, served, per_tensor=per_tensor, serving=local)
-        return TrainedModel(
-            module=model,
-            weights=ModuleWeights(parameters, layout, sharding.held[self.group.rank]),
-            layout=layout,
-            sharding=sharding,
-            optimizer=optimizer,
-            announced=announced,
-            buffers=[buffer for buffer in model.buffers() if buffer.is_floating_point()],
-            averages_buffers=True,
-            averages_gradients=averages or not sharding.replicated,
-        )
-
-    def _attach(self, entry: Entry, training: SiteTraining) -> None:
-        """Let the connection report on, and speak for, the coordinator of this site."""
-        coordinator = training.coordinator
-        if coordinator is None or entry.connection is None:
-            return
-        entry.status = lambda: entry.telemetry.status(coordinator)
-
-        def rejoin() -> None:
-            reply = entry.enter_again(coordinator.version)
-            training.server_restarted(reply)
-
-        entry.connection.rejoin = rejoin
+    def _kept_version(self) -> int:
+        """The version of the global model from which this site can go on, on rank 0; -1 without one."""
+        if not self.group.first:
+            return -1
+        return self._loaded.version if self._loaded is not None else newest_version(self._options.state)
 
     # -- while it trains --------------------------------------------------------------------
 
@@ -352,7 +238,9 @@ class Site:
         Returns:
             A dictionary for `torch.save` or torch.distributed.checkpoint, which also takes the site itself.
         """
-        return {"state": self._training.state_dict() if self._training is not None and self._prepared else b""}
+        return {
+            "state": self._training.state_dict() if self._training is not None and self._listeners is not None else b""
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` of an earlier process returned; called on every rank, before `prepare`.
@@ -435,50 +323,31 @@ class Site:
         """
         if self._left:
             return
-        if self._training is None or not self._prepared:
+        if self._training is None or self._listeners is None:
             self._abandon()
             return
-        if self._guard is not None:
-            self._guard.check()
-        if self._steps is not None:
-            self._steps.end()
+        self._listeners.end_steps()
         self._training.leave(flush=flush)
         self._left = True
-        atexit.unregister(self._at_exit)
-        self._release()
+        self._script_end.forget()
+        self._listeners.release()
         self._training.rank_step.release()
-        for handle in self._copies:
-            handle.remove()
+        self._listeners.stop_copying()
         if self._entry is not None:
             self._entry.close()
 
     def _abandon(self) -> None:
         """Leave without the residual and without the other ranks: before `prepare`, and after an error."""
+        if self._left:
+            return
         self._left = True
-        atexit.unregister(self._at_exit)
-        self._release()
+        self._script_end.forget()
+        if self._listeners is not None:
+            self._listeners.release()
         if self._training is not None:
             self._training.abandon()
         if self._entry is not None:
             self._entry.hang_up()
-
-    def _at_exit(self) -> None:
-        """The script ends without `leave`, by an error or Ctrl-C perhaps: the other sites must not wait for this one.
-
-        After an error a site with a checkpoint may be started again, by torchrun for example, and is waited for. A
-        forked child, such as a worker of a DataLoader, has nothing to say.
-        """
-        error = getattr(sys, "last_type", None)  # of the error that ends the script
-        returns = self._options.state is not None and error not in (None, KeyboardInterrupt)
-        if not self._left and not returns and os.getpid() == self._pid:
-            self._abandon()
-
-    def _release(self) -> None:
-        """Let go of the user's model and optimizer."""
-        for hooks in self._hooks:
-            hooks.leave()
-        if self._guard is not None:
-            self._guard.remove()
 
     def __enter__(self) -> Site:
         return self
@@ -488,75 +357,5 @@ class Site:
     ) -> None:
         if error is None:
             self.leave()
-        elif not self._left:
+        else:
             self._abandon()
-
-
-def _check_parameters(parameters: list[NamedParameter], optimizer: Optimizer) -> None:
-    ours = {id(one.parameter) for one in parameters}
-    if any(p.requires_grad and id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
-        raise StrategyError(
-            "the optimizer has parameters that the model has not, and every worker would train them alone; put "
-            "them into the model, and make the optimizer after fully_shard or parallelize_module"
-        )
-
-
-def _check_whole(trained: TrainedModel) -> None:
-    """Refuse a site no rank of which has the whole model, where the server has none."""
-    if not trained.weights.available.contains(Intervals.whole(trained.layout.numel)):
-        raise StrategyError(
-            f"the server cannot make {type(trained.optimizer).__name__}, so it has no weights to give to others, and "
-            "no rank of this site has all of them: start the server with --optimizer MODULE:CLASS, or take a strategy "
-            "that shares updates, such as weightgrad"
-        )
-
-
-def _of_another_optimizer(parameters: list[NamedParameter], optimizer: Optimizer) -> str | None:
-    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return next((one.name for one in parameters if id(one.parameter) not in theirs), None)
-
-
-def _check_one_optimizer(strategy: Strategy, optimizers: list[Optimizer]) -> None:
-    """Refuse several optimizers where every replica would have to step as they do."""
-    if len(optimizers) > 1:
-        raise StrategyError(
-            f"prepare() was given {len(optimizers)} optimizers, and {strategy.name} shares gradients, with which one "
-            "optimizer steps at every site: put all parameters into one optimizer, in several groups, or take a "
-            "strategy that shares updates, such as auto"
-        )
-
-
-def _check_averaged(parameters: list[NamedParameter], optimizers: list[Optimizer]) -> None:
-    """Refuse parameters that another optimizer would step with the gradients of one rank."""
-    if (alone := _of_another_optimizer(parameters, optimizers[-1])) is not None:
-        raise StrategyError(
-            f"{alone} is trained by another optimizer, which may step before the ranks of this site have averaged "
-            "their gradients: wrap the model in DistributedDataParallel, which averages them in backward(), or put all "
-            "parameters into one optimizer"
-        )
-
-
-def _why_apart(parameters: list[NamedParameter], optimizer: Optimizer, frozen: str) -> str | None:
-    """Why a site cannot share gradients: what replicas that step with them would do differently; None if it can."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        return (
-            "they are dense when they come back, and SparseAdam takes only sparse ones; take a strategy that shares "
-            "updates, such as weightgrad, or Adagrad, which takes both"
-        )
-    if frozen == "shared":
-        return (
-            'frozen="shared" would let weight decay and momentum move frozen parameters; take a strategy that shares '
-            "updates, such as weightgrad"
-        )
-    if (wide := next((one for one in parameters if one.parameter.dtype == torch.float64), None)) is not None:
-        return (
-            f"{wide.name} is float64, and gradients travel as float32: replicas would drift apart. Train in float32, "
-            "or take a strategy that shares updates, such as weightgrad"
-        )
-    if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
-        return (
-            f"{alone} is trained by another optimizer, or by none, and with shared gradients one optimizer steps at "
-            "every site: give it all parameters (groups may differ), freeze the others, or take a strategy that shares "
-            "updates, such as weightgrad"
-        )
-    return None

@@ -1,0 +1,61 @@
+"""Optimizers that do not fit a model or a strategy, without a server."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer, SparseAdam
+
+from weightgrad.core import strategies
+from weightgrad.errors import StrategyError
+from weightgrad.runtime.module_weights import trainable
+from weightgrad.runtime.optimizer_checks import check_averaged, check_one_optimizer, check_parameters, why_apart
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_of_the_model_fits() -> None:
+    model = two_layers()
+    found, optimizer = trainable(model), sgd(model)
+    check_parameters(found, optimizer)
+    check_averaged(found, [optimizer])
+    check_one_optimizer(strategies.find("baseline"), [optimizer])
+    assert why_apart(found, optimizer, "same") is None
+
+
+def test_parameters_that_the_model_has_not_are_refused_unless_they_are_frozen() -> None:
+    model, stranger = two_layers(), nn.Parameter(torch.zeros(2))
+    optimizer = SGD([*model.parameters(), stranger], lr=0.1)
+    with pytest.raises(StrategyError, match="parameters that the model has not"):
+        check_parameters(trainable(model), optimizer)
+    stranger.requires_grad_(False)
+    check_parameters(trainable(model), optimizer)
+
+
+def test_several_optimizers_cannot_share_gradients() -> None:
+    model = two_layers()
+    with pytest.raises(StrategyError, match="2 optimizers, and baseline shares gradients"):
+        check_one_optimizer(strategies.find("baseline"), [sgd(model[0]), sgd(model[1])])
+
+
+def test_an_optimizer_that_may_step_before_gradients_are_averaged_is_refused() -> None:
+    model = two_layers()
+    with pytest.raises(StrategyError, match=r"0\.weight is trained by another optimizer, which may step before"):
+        check_averaged(trainable(model), [sgd(model[0]), sgd(model[1])])
+
+
+def test_why_a_site_cannot_share_gradients() -> None:
+    model = two_layers()
+    found = trainable(model)
+    assert "SparseAdam takes only sparse ones" in str(why_apart(found, SparseAdam(list(model.parameters())), "same"))
+    assert 'frozen="shared"' in str(why_apart(found, sgd(model), "shared"))
+    assert "1.weight is trained by another optimizer" in str(why_apart(found, sgd(model[0]), "same"))
+    wide = two_layers().double()
+    assert "0.weight is float64" in str(why_apart(trainable(wide), sgd(wide), "same"))

@@ -1,0 +1,63 @@
+"""What a site hangs on the user's model and optimizers from `prepare` to `leave`: hooks on steps, loading, saving."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightgrad.runtime.load_guard import LoadGuard
+from weightgrad.runtime.named_models import SiteSteps
+from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.site_training import SiteTraining
+from weightgrad.runtime.state_dict_copies import copy_views
+from weightgrad.runtime.step_hooks import StepHooks
+from weightgrad.runtime.user_model import UserModel
+
+
+class ModelListeners:
+    """The hooks of one site on what it trains.
+
+    Args:
+        user: The user's model and optimizers.
+        given: What the user has handed over as optimizer, which may wrap it.
+        site: The name of the site, for errors.
+        training: What is told of each step.
+        group: The ranks of the site.
+    """
+
+    def __init__(self, user: UserModel, given: Any, site: str, training: SiteTraining, group: SiteGroup) -> None:
+        self._copies = copy_views(user.module) if training.rank_step.one_buffer else []
+        self._guard = LoadGuard(user.module, user.parameters)
+        self._steps = SiteSteps(training, len(user.optimizers))
+        watches = (user.unshared.check, self._guard.check)
+        alone = len(user.optimizers) == 1
+        self._hooks = [
+            StepHooks(
+                optimizer,
+                site,
+                training if alone else self._steps.of(number),
+                group,
+                watches,
+                given if alone else None,
+            )
+            for number, optimizer in enumerate(user.optimizers)
+        ]
+
+    def end_steps(self) -> None:
+        """The loop has ended: end the step of the site that some of several optimizers have begun.
+
+        Raises:
+            StrategyError: The model was loaded with other weights since the last step.
+        """
+        self._guard.check()
+        self._steps.end()
+
+    def release(self) -> None:
+        """Let go of model and optimizers: from now on their steps are an error."""
+        for hooks in self._hooks:
+            hooks.leave()
+        self._guard.remove()
+
+    def stop_copying(self) -> None:
+        """The parameters lie in one buffer no more, so `state_dict()` needs no copies."""
+        for handle in self._copies:
+            handle.remove()
