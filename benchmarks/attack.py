@@ -25,7 +25,7 @@ from weightgrad.core.guard import Guard
 from weightgrad.core.strategies import find
 from weightgrad.lab.chaos.hostile_site import HostileSite
 from weightgrad.machine import measured_on
-from weightgrad.runtime.admission import RunConfig
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.server import GlobalServer, ServeOptions

@@ -23,7 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MOST_BYTES = 1024  # of an input
 MOST_KEPT = 150  # inputs of a target
-PARSERS = ["weightgrad.wire", "weightgrad.codecs", "weightgrad.runtime.transport", "weightgrad.runtime.admission"]
+PARSERS = [
+    "weightgrad.wire",
+    "weightgrad.codecs",
+    "weightgrad.runtime.transport",
+    "weightgrad.runtime.admission_messages",
+]
 
 
 def fuzz(target: str, options: list[str]) -> None:

@@ -24,7 +24,7 @@ from weightgrad.core import pieces
 from weightgrad.core.global_model import digest_of, segments_of
 from weightgrad.core.layout import Layout
 from weightgrad.errors import LinkError, RunError
-from weightgrad.runtime.admission import AdmissionRequest, parse_reply
+from weightgrad.runtime.admission_messages import AdmissionRequest, parse_reply
 from weightgrad.runtime.rank_connection import rank_request
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.transport.grpc_channels import GrpcChannels

@@ -30,7 +30,9 @@ from weightgrad.core.update_shard import UpdateShard
 from weightgrad.kernels import fixed
 from weightgrad.runtime import final_model, process_group
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
-from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter, layout_of, trainable
+from weightgrad.runtime.module_weights import ModuleWeights
+from weightgrad.runtime.named_parameter import NamedParameter, layout_of, trainable
+from weightgrad.runtime.named_state import NamedState
 from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_step import RankStep
@@ -175,7 +177,7 @@ def site_of_ranks(state: Path, seed: int) -> tuple[SiteCheckpoint, TrainedModel,
     step = RankStep(weights, optimizer, layout, strategy, group, key=1, averaged=True)
     shard = UpdateShard("east", layout, weights, plan.for_shard, key=1)
     coordinator = SiteCoordinator("east", plan, samples=1) if group.first else None
-    checkpoint = SiteCheckpoint(state, "east", group, strategy, 3, trained, step, shard)
+    checkpoint = SiteCheckpoint(state, "east", group, NamedState(group, strategy, 3, trained, step, shard))
     return checkpoint, trained, shard, coordinator
 
 
@@ -217,7 +219,7 @@ def save(out: Path) -> None:
         coordinator.version, coordinator.progress.step = 1, 1
     checkpoint.write(1, coordinator)
     checkpoint.wait()
-    portable = PortableState.of(checkpoint, SiteGroup(), 1, coordinator)
+    portable = PortableState.of(checkpoint.state, SiteGroup(), 1, coordinator)
     if coordinator is not None:
         (out / "state" / "portable").write_bytes(portable)
     leave(out, **site_state(trained, shard, coordinator))
@@ -235,7 +237,7 @@ def restore_portable(out: Path) -> None:
     checkpoint, trained, shard, coordinator = site_of_ranks(out / "state", seed=9)
     state = PortableState.read((out / "state" / "portable").read_bytes())
     assert state.version == 1
-    assert state.restore(checkpoint, coordinator) == 1
+    assert state.restore(checkpoint.state, coordinator) == 1
     leave(out, **site_state(trained, shard, coordinator))
 
 

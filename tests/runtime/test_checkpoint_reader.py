@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from weightgrad.errors import CheckpointError
+from weightgrad.runtime.checkpoint_files import file_digest
 from weightgrad.runtime.checkpoint_reader import CheckpointReader
-from weightgrad.runtime.site_checkpoint import _file_digest
 
 from .deployment import Hub, Runner, finish, tiny
 
@@ -91,7 +91,7 @@ def test_a_site_does_not_run_code_from_its_state(tmp_path: Path, caplog: pytest.
         for directory in (tmp_path / "east").glob("checkpoint-*"):
             (directory / ".metadata").write_bytes(pickle.dumps(Code(marker)))
             digests = json.loads((directory / "digests-0.json").read_text())
-            digests[".metadata"] = _file_digest(directory / ".metadata")
+            digests[".metadata"] = file_digest(directory / ".metadata")
             (directory / "digests-0.json").write_text(json.dumps(digests))
         again = Runner(recipe, "east", hub.address, state=tmp_path / "east")
         with pytest.raises(CheckpointError, match="can be read"):

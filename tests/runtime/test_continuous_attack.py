@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weightgrad.core.strategies import find
 from weightgrad.lab.chaos.hostile_site import HostileSite
-from weightgrad.runtime.admission import RunConfig
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.session import join

@@ -15,7 +15,8 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.state_memory import HostMemory
 from weightgrad.errors import StrategyError
 from weightgrad.runtime import device_state
-from weightgrad.runtime.module_weights import ModuleWeights, NamedParameter
+from weightgrad.runtime.module_weights import ModuleWeights
+from weightgrad.runtime.named_parameter import NamedParameter
 
 PAGE = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
 

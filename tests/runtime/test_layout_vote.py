@@ -10,8 +10,9 @@ import pytest
 from weightgrad.core.layout import Layout
 from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError, RefusedError
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.layout_vote import LayoutVote
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.transport.transport import EntryRequest
 
@@ -123,7 +124,7 @@ def test_a_site_that_the_majority_does_not_follow_is_told_what_differs(tmp_path:
     certificates.create(made, [], SITES)
     config = RunConfig(sites=SITES, fit=lambda numel: find("diloco", {"every": 1}), seed=3)
     with Hub(config, certs=made, agree_s=PATIENCE_S) as hub:
-        hub.server.admission._vote.cast("east", "good", SMALL)
-        hub.server.admission._vote.cast("west", "good", SMALL)
+        hub.server.admission.first_site.vote.cast("east", "good", SMALL)
+        hub.server.admission.first_site.vote.cast("west", "good", SMALL)
         with hand(hub, "mallory", made, enter=False) as mallory, pytest.raises(RefusedError, match="most sites have"):
             mallory.client.enter(AdmissionRequest("mallory", OTHER, -1).pack(), PATIENCE_S)

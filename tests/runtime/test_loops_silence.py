@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from weightgrad.errors import RefusedError, StrategyError
-from weightgrad.runtime.module_weights import trainable
+from weightgrad.runtime.named_parameter import trainable
 from weightgrad.runtime.optimizer_checks import check_averaged
 from weightgrad.runtime.session import Site, join
 

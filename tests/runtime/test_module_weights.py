@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,18 +12,9 @@ from torch import Tensor, nn
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.core.layout import Layout
-from weightgrad.errors import StrategyError
 from weightgrad.kernels import fixed
-from weightgrad.runtime.module_weights import (
-    ModuleWeights,
-    NamedParameter,
-    all_stages,
-    flat_local,
-    gradients_of,
-    layout_of,
-    trainable,
-)
-from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.module_weights import ModuleWeights, gradients_of
+from weightgrad.runtime.named_parameter import NamedParameter, layout_of, trainable
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
 
@@ -42,9 +32,6 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-# -- which parameters take part ---------------------------------------------------------------------
-
-
 def test_frozen_parameters_take_no_part_and_tied_ones_once() -> None:
     first, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     last.weight = first.weight
@@ -54,42 +41,6 @@ def test_frozen_parameters_take_no_part_and_tied_ones_once() -> None:
     weights.write(weights.held, torch.arange(9.0))
     assert torch.equal(last.weight.flatten(), torch.arange(9.0))
     assert last.weight is first.weight
-
-
-@pytest.mark.parametrize("wrapper", ["module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
-def test_a_wrapped_module_is_the_same_model(wrapper: str) -> None:
-    inner = nn.Linear(3, 2)
-    wrapped = nn.Module()
-    wrapped.add_module(wrapper, inner)
-    assert layout_of(trainable(wrapped)) == layout_of(trainable(inner))
-
-
-def test_what_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(StrategyError, match="no parameter that is trained"):
-        trainable(nn.Linear(2, 2).requires_grad_(False))
-    module = nn.Module()
-    module.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
-    with pytest.raises(StrategyError, match=r"table is torch.complex64; only dense floating-point parameters"):
-        trainable(module)
-
-
-def test_memory_that_is_not_contiguous_is_refused_with_the_remedy() -> None:
-    parameter = nn.Parameter(torch.zeros(3, 2).T)
-    with pytest.raises(StrategyError, match=r"shape \[2, 3\] with strides \(1, 2\) is not contiguous; make it so with"):
-        flat_local(parameter)
-
-
-def test_stages_that_share_a_name_are_refused() -> None:
-    class Two:
-        size = 2
-
-        def exchange(self, blob: Tensor) -> list[Tensor]:
-            return [blob, blob]
-
-    own: Any = Two()
-    group: SiteGroup = own
-    with pytest.raises(StrategyError, match=r"two stages have a parameter weight; let every stage keep the names"):
-        all_stages(Layout.of_shapes([("weight", (2,))]), group)
 
 
 # -- plain parameters -------------------------------------------------------------------------------

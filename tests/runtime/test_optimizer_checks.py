@@ -9,7 +9,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 
 from weightgrad.core import strategies
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.module_weights import trainable
+from weightgrad.runtime.named_parameter import trainable
 from weightgrad.runtime.optimizer_checks import check_averaged, check_one_optimizer, check_parameters, why_apart
 
 

@@ -23,9 +23,10 @@ from weightgrad.core.site_shard import LoadOrder
 from weightgrad.core.strategies import find
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError, RefusedError
-from weightgrad.runtime.admission import RunConfig, rank_reply
+from weightgrad.runtime.admission_messages import rank_reply
 from weightgrad.runtime.entry import Entry
 from weightgrad.runtime.rank_connection import RankConnection, ServerLink, rank_request
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.session import Site, join
 from weightgrad.runtime.telemetry import SiteTelemetry

@@ -30,8 +30,9 @@ from weightgrad.core.optimizer_spec import OptimizerSpec
 from weightgrad.core.strategies import find
 from weightgrad.errors import CredentialsError, LinkError, RefusedError, StrategyError
 from weightgrad.lab.run.launch import free_port
-from weightgrad.runtime.admission import AdmissionRequest, RankRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest, RankRequest
 from weightgrad.runtime.join_options import JoinOptions
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem
@@ -747,7 +748,7 @@ def test_what_a_site_said_before_there_was_a_global_model_is_held_against_that_s
             west.client.enter(AdmissionRequest("west", LAYOUT, -1).pack(), PATIENCE_S)
             west.client.start()
             west.send(message)
-            hub.until(lambda: hub.server.process._early or hub.server.first_model._joins)
+            hub.until(lambda: hub.server.process._early or hub.server.inputs.first_model._joins)
             east.send(first_model(weights()))
             assert why in west.refused()
         east.send(holding("east"))

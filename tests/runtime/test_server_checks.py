@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from weightgrad.cli import app
 from weightgrad.errors import LinkError, PlanError, RefusedError
 from weightgrad.runtime import join_checks, rank_check, server_checks, server_findings
-from weightgrad.runtime.admission import about_this_process
 from weightgrad.runtime.planned_needs import PlannedNeeds, planned_needs
+from weightgrad.runtime.process_facts import about_this_process
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.seldom_actions import SeldomActions

@@ -18,7 +18,8 @@ from weightgrad.core.server_shard import ClosedPart, ServerShard
 from weightgrad.core.strategies import Strategy, find
 from weightgrad.errors import CheckpointError, LinkError
 from weightgrad.runtime import server_storage
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions, _closes
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_worker import ServerWorker
@@ -157,7 +158,7 @@ class TwoProcesses:
 
     def write_snapshots(self) -> None:
         self.worker._write_snapshot_if_due()
-        self.coordinator._write_snapshot_if_due()
+        self.coordinator.snapshots.write_if_due()
         for process in (self.worker.process, self.coordinator.process):
             process.before_close()
 

@@ -18,7 +18,8 @@ from weightgrad.core.global_model import digest_of
 from weightgrad.core.strategies import find
 from weightgrad.errors import CheckpointError
 from weightgrad.runtime import server_storage
-from weightgrad.runtime.admission import AdmissionRequest, RunConfig
+from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.server_storage import Input, ServerStorage
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer
@@ -159,8 +160,8 @@ class Driver:
         return True
 
     def put(self, peer: Peer, message: Message) -> None:
-        self.server._handle_bytes(peer, pack(message), self.server.now)
-        self.server._write_snapshot_if_due()
+        self.server.inputs.handle(peer, pack(message), self.server.now)
+        self.server.snapshots.write_if_due()
         self.server.process.before_close()
 
     def enter(self, told: int) -> None:

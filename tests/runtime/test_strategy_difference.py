@@ -7,7 +7,7 @@ import json
 import pytest
 
 from weightgrad.core.strategies import find
-from weightgrad.runtime.admission import strategy_difference
+from weightgrad.runtime.strategy_difference import strategy_difference
 
 
 @pytest.mark.parametrize(("kind", "near"), [("sgd", False), ("adamw", False), ("adamw", True)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightgrad.runtime.admission import AdmissionRequest
+from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.metrics import ServerMetrics
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.telemetry import SERVER, Telemetry

@@ -17,7 +17,7 @@ from weightgrad.codecs.registry import decode_into
 from weightgrad.core.layout import Layout
 from weightgrad.errors import FrameError, ProtocolError, WeightGradError
 from weightgrad.kernels import fixed
-from weightgrad.runtime import admission
+from weightgrad.runtime import admission_messages
 from weightgrad.runtime.transport import records
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack
@@ -62,10 +62,10 @@ def record(data: bytes) -> None:
 def admitted(data: bytes) -> None:
     """What a site or a rank says first."""
     with suppress(ProtocolError):
-        found = admission.parse_request(data)
+        found = admission_messages.parse_request(data)
         Layout.of_shapes((name, tuple(shape)) for name, shape in found.layout)
     with suppress(ProtocolError):
-        admission.parse_rank_request(data)
+        admission_messages.parse_rank_request(data)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
@@ -89,8 +89,8 @@ def samples(target: str) -> Iterator[bytes]:
         yield records.to_bytes(records.Goodbye("done"))
         yield records.to_bytes(records.Chunk(1, 2, 9, memoryview(b"values")))
     else:
-        yield admission.AdmissionRequest("east", [("weight", [2, 3])], -1, optimizer={"kind": "sgd"}).pack()
-        yield admission.RankRequest("east", 1).pack()
+        yield admission_messages.AdmissionRequest("east", [("weight", [2, 3])], -1, optimizer={"kind": "sgd"}).pack()
+        yield admission_messages.RankRequest("east", 1).pack()
 
 
 def _known(spec: str) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from weightgrad.core.server_coordinator import ServerCoordinator
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.admission import RunConfig
 from weightgrad.runtime.final_model import write_final_model
 from weightgrad.runtime.final_state import FinalStates
 from weightgrad.runtime.roster import Roster
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.serve_options import ServeOptions
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import Finish, to_bytes

@@ -16,7 +16,7 @@ from weightgrad.core.strategies import Strategy
 from weightgrad.errors import LinkError, RefusedError, WeightGradError
 from weightgrad.event_log import EventLog
 from weightgrad.runtime import health, join_checks
-from weightgrad.runtime.admission import AdmissionReply, AdmissionRequest, parse_reply
+from weightgrad.runtime.admission_messages import AdmissionReply, AdmissionRequest, parse_reply
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.link_monitor import LinkMonitor
 from weightgrad.runtime.process_group import SiteGroup

@@ -31,7 +31,7 @@ from weightgrad.core.shared_buffers import combined
 from weightgrad.errors import CheckpointError, ModelFileError, ProtocolError
 from weightgrad.quantized.packed_tensor import WEIGHTGRAD, PackedTensor
 from weightgrad.quantized.quantized_file import QuantizedFile, to_tensors
-from weightgrad.runtime.module_weights import plain_name
+from weightgrad.runtime.named_parameter import plain_name
 from weightgrad.runtime.plain_file import open_plain
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.wire.messages import FinalPart

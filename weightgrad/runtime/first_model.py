@@ -12,7 +12,9 @@ import time
 
 from weightgrad.core import pieces
 from weightgrad.core.optimizer_spec import OptimizerSpec
-from weightgrad.runtime.admission import Admission, RunConfig, ServedBy
+from weightgrad.runtime.admission import Admission
+from weightgrad.runtime.admission_messages import ServedBy
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import Begin, Initialized, Start, to_bytes
 from weightgrad.runtime.server_process import ServerProcess

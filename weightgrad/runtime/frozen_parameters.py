@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from weightgrad.errors import StrategyError
 from weightgrad.kernels.digest import digest
-from weightgrad.runtime.module_weights import NamedParameter, is_sharded, plain_name
+from weightgrad.runtime.named_parameter import NamedParameter, plain_name
+from weightgrad.runtime.sharded_tensor import is_sharded
 
 KINDS = ("same", "local", "shared")
 """What `prepare(frozen=...)` may be."""

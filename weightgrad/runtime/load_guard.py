@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.frozen_parameters import value_digest
-from weightgrad.runtime.module_weights import NamedParameter
+from weightgrad.runtime.named_parameter import NamedParameter
 
 
 class LoadGuard:

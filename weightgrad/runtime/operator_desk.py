@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightgrad.core.operation import Action, Operation
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, WeightGradError
-from weightgrad.runtime.admission import about_this_process
+from weightgrad.runtime.process_facts import about_this_process
 from weightgrad.runtime.security.certificates import is_operator
 from weightgrad.runtime.server_orders import Admit, to_bytes
 from weightgrad.runtime.site_table import site_rows
@@ -69,9 +69,9 @@ class OperatorDesk:
     def check_caller(self, caller: Caller) -> None:
         """See `Responder.check_caller`: sites of the run, operators, and without TLS everybody on this machine."""
         admission = self._server.admission
-        if caller.serial is not None and admission.is_revoked(caller.serial):
+        if caller.serial is not None and admission.peers.is_revoked(caller.serial):
             raise CredentialsError(f"the certificate of {caller.name} (serial {caller.serial:x}) is revoked")
-        if not admission.secure or is_operator(caller.name):
+        if not admission.peers.secure or is_operator(caller.name):
             return
         if caller.name not in admission.roster.sites:
             raise RefusedError(
@@ -84,7 +84,7 @@ class OperatorDesk:
         asked = _parse(request)
         if asked["ask"] == "about":
             return json.dumps(self._about(caller)).encode()
-        if self._server.admission.secure and not is_operator(caller.name):
+        if self._server.admission.peers.secure and not is_operator(caller.name):
             self._server.telemetry.refused_connection("not an operator")
             raise CredentialsError(
                 f"{asked['ask']!r} is for operators, and the certificate is of {caller.name!r}; make one with "

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.module_weights import NamedParameter
+from weightgrad.runtime.named_parameter import NamedParameter
 from weightgrad.runtime.trained_model import TrainedModel
 from weightgrad.wire.intervals import Intervals
 

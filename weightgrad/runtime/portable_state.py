@@ -23,12 +23,12 @@ from torch import Tensor
 from weightgrad.core.local_model import gather
 from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.module_weights import is_sharded
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.sharded_tensor import is_sharded
 from weightgrad.wire.intervals import Intervals
 
 if TYPE_CHECKING:
-    from weightgrad.runtime.site_checkpoint import SiteCheckpoint
+    from weightgrad.runtime.named_state import NamedState
 
 _FACTS = "facts"
 
@@ -51,18 +51,18 @@ class PortableState:
         return int(self.facts["version"])
 
     @staticmethod
-    def of(checkpoint: SiteCheckpoint, group: SiteGroup, steps: int, coordinator: SiteCoordinator | None) -> bytes:
+    def of(state: NamedState, group: SiteGroup, steps: int, coordinator: SiteCoordinator | None) -> bytes:
         """Put the state together; called on every rank, each of which gets all of it.
 
         Args:
-            checkpoint: names what this rank has.
+            state: names what this rank has.
             group: the ranks of the site.
             steps: the steps done.
             coordinator: the coordinator of the site, on rank 0.
         """
-        own = checkpoint.named_state(coordinator)
+        own = state.collect(coordinator)
         version = group.number_from_first(coordinator.version if coordinator is not None else 0)
-        facts = {**checkpoint.identity(), "step": steps, "version": version}
+        facts = {**state.identity(), "step": steps, "version": version}
         whole: dict[str, Tensor] = {}
         for name in sorted(own):
             if name.startswith("vector."):
@@ -93,11 +93,11 @@ class PortableState:
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"the state of a site cannot be read ({error}); it is damaged") from error
 
-    def restore(self, checkpoint: SiteCheckpoint, coordinator: SiteCoordinator | None) -> int:
+    def restore(self, state: NamedState, coordinator: SiteCoordinator | None) -> int:
         """Load the state; called on every rank.
 
         Args:
-            checkpoint: knows where the tensors go.
+            state: knows where the tensors go.
             coordinator: the coordinator of the site, on rank 0.
 
         Returns:
@@ -106,12 +106,12 @@ class PortableState:
         Raises:
             CheckpointError: It is of another run.
         """
-        checkpoint.check(self.facts, Path("the state given to load_state_dict()"))
+        state.check(self.facts, Path("the state given to load_state_dict()"))
         ranks = int(self.facts["ranks"])
-        wanted = checkpoint.wanted({name: _About(one) for name, one in self.tensors.items()}, ranks)
+        wanted = state.wanted({name: _About(one) for name, one in self.tensors.items()}, ranks)
         for name, target in wanted.items():
             _fill(target, self.tensors[name])
-        checkpoint.put(wanted, coordinator, ranks)
+        state.put(wanted, coordinator, ranks)
         return int(self.facts["step"])
 
 

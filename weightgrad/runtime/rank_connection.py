@@ -19,7 +19,7 @@ from itertools import groupby
 
 from weightgrad.core.site_shard import LoadOrder, SiteShard
 from weightgrad.errors import LinkError, ProtocolError, RefusedError
-from weightgrad.runtime.admission import RankRequest, rank_sends_model
+from weightgrad.runtime.admission_messages import RankRequest, rank_sends_model
 from weightgrad.runtime.link_monitor import LinkMonitor
 from weightgrad.runtime.security.tls_check import TlsProblem
 from weightgrad.runtime.server_watch import ServerWatch

@@ -36,9 +36,10 @@ from weightgrad.kernels import derive
 from weightgrad.local.gradient_exchange import GradientExchange
 from weightgrad.local.local_server import LocalServer
 from weightgrad.local.weight_encoder import WeightEncoder
-from weightgrad.runtime.module_weights import ModuleWeights, gradients_of, is_sharded
+from weightgrad.runtime.module_weights import ModuleWeights, gradients_of
 from weightgrad.runtime.payload_exchange import PayloadExchange
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.sharded_tensor import is_sharded
 from weightgrad.wire.intervals import Intervals
 
 

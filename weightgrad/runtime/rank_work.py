@@ -23,7 +23,7 @@ from weightgrad.core.update_shard import UpdateShard
 from weightgrad.core.vector_checks import without_prefix
 from weightgrad.errors import RefusedError
 from weightgrad.kernels.noise import derive
-from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.admission_messages import AdmissionReply
 from weightgrad.runtime.ahead_replica import AheadReplica
 from weightgrad.runtime.background_push import BackgroundPush
 from weightgrad.runtime.process_group import SiteGroup

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.admission import RunConfig, strategy_difference
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server_process import facts_text
+from weightgrad.runtime.strategy_difference import strategy_difference
 
 
 @dataclass(frozen=True)

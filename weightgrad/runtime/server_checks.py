@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightgrad.runtime.admission import about_this_process
+from weightgrad.runtime.process_facts import about_this_process
 from weightgrad.runtime.site_checks import Finding, Level
 from weightgrad.units import show_bit_s, show_bytes, show_seconds
 

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weightgrad.errors import CheckpointError, LinkError, ProtocolError, RefusedError, WeightGradError
-from weightgrad.runtime.admission import rank_reply
+from weightgrad.runtime.admission_messages import rank_reply
 from weightgrad.runtime.final_model import write_final_model
 from weightgrad.runtime.inbox import Inbox
+from weightgrad.runtime.input_log import LogRecord
 from weightgrad.runtime.roster import Roster, RosterFacts
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_orders import (
@@ -38,10 +39,10 @@ from weightgrad.runtime.server_orders import (
     to_bytes,
 )
 from weightgrad.runtime.server_process import ServerProcess, StrategyFor
+from weightgrad.runtime.server_replay import load, replay, sender_of
 from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.shard_server import ShardServer
 from weightgrad.runtime.transport.transport import EntryRequest, Peer, ServerTransport
-from weightgrad.wire.message_bytes import unpack
 
 log = logging.getLogger("weightgrad.serve")
 
@@ -242,11 +243,8 @@ class ServerWorker:
         self.process.snapshot({}, {"processes": self.group.size, "last_closed": closed}, wait=wait)
 
     def _restore(self) -> None:
-        storage = self.process.storage
-        if storage is None or (found := storage.load()) is None:
+        if (found := load(self.process)) is None:
             return
-        for line in found.damaged:
-            log.error("%s; continuing from the snapshot before it", line)
         if found.facts["processes"] != self.group.size:
             raise CheckpointError(
                 f"the state of server process {self.group.number} is of a server with {found.facts['processes']} "
@@ -257,30 +255,17 @@ class ServerWorker:
             closed = parse(found.facts["last_closed"].encode())
             assert isinstance(closed, Closed)
             self._last_closed = closed
-        self.process.replaying = True
-        try:
-            for position, record in storage.records():
-                self._replay_one(position, record.kind, record.data)
-        finally:
-            self.process.replaying = False
-        assert self.process.serving is not None
-        self.process.serving.forget_connections()
+        replay(self.process, self._replay)
 
-    def _replay_one(self, position: int, kind: int, data: bytes) -> None:
-        try:
-            if kind == Input.PROCESS:
-                order = parse(data)
-                assert isinstance(order, Close | Drop)
-                self._obey(order)
-            else:
-                message = unpack(data, self.process.limits())
-                peer = Peer(getattr(message, "site", ""), getattr(message, "rank", 0))
-                for note in self.process.handle(peer, data, self._clock, position):
-                    self._after_part(note)
-        except CheckpointError:
-            raise
-        except WeightGradError:
-            pass  # it was refused then, too
+    def _replay(self, position: int, record: LogRecord) -> None:
+        if record.kind == Input.PROCESS:
+            order = parse(record.data)
+            assert isinstance(order, Close | Drop)
+            self._obey(order)
+        else:
+            sender = sender_of(self.process, record.data)
+            for note in self.process.handle(sender, record.data, self._clock, position):
+                self._after_part(note)
 
     # -- what the transport calls, from its own threads ------------------------------------------
 

@@ -16,6 +16,7 @@ from weightgrad.core import strategies
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
+from weightgrad.runtime.checkpoint_files import newest_version
 from weightgrad.runtime.entry import Entry
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
 from weightgrad.runtime.model_listeners import ModelListeners
@@ -23,7 +24,6 @@ from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import show_by_default
 from weightgrad.runtime.script_end import ScriptEnd
-from weightgrad.runtime.site_checkpoint import newest_version
 from weightgrad.runtime.site_training import SiteTraining
 from weightgrad.runtime.user_model import UserModel
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from weightgrad.core.shared_buffers import MOST_BYTES, finite
 from weightgrad.runtime.final_state import all_buffers, persistent_buffers
-from weightgrad.runtime.module_weights import is_sharded
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.sharded_tensor import is_sharded
 from weightgrad.units import show_bytes
 from weightgrad.wire import snapshot_bytes
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from weightgrad.core.site_coordinator import SiteCoordinator
 from weightgrad.core.site_shard import PushOrder
 from weightgrad.event_log import EventLog
-from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.admission_messages import AdmissionReply
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import FlushProgress

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,16 +26,18 @@ from weightgrad.errors import WeightGradError
 from weightgrad.event_log import EventLog
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime import sparse_gradients
-from weightgrad.runtime.admission import AdmissionReply
+from weightgrad.runtime.admission_messages import AdmissionReply
+from weightgrad.runtime.checkpoint_files import newest_step
 from weightgrad.runtime.device_state import check_local_server
 from weightgrad.runtime.join_options import JoinOptions
+from weightgrad.runtime.named_state import NamedState
 from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import ProgressLog, Tracker
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.rank_work import RankWork
-from weightgrad.runtime.site_checkpoint import SiteCheckpoint, newest_step
+from weightgrad.runtime.site_checkpoint import SiteCheckpoint
 from weightgrad.runtime.site_end import SiteEnd
 from weightgrad.runtime.site_leader import SiteLeader
 from weightgrad.runtime.site_orders import Measure
@@ -97,11 +98,13 @@ class SiteTraining:
             coordinator.epoch = connection.epoch
             coordinator.replays = options.state is not None
             self.leader = SiteLeader(coordinator, self._work, group, connection, model.announced, events)
-        self._names = SiteCheckpoint(
-            options.state or Path(), self.name, group, self.strategy, reply.seed, model, self.rank_step, self.shard
+        self._state = NamedState(group, self.strategy, reply.seed, model, self.rank_step, self.shard)
+        self.checkpoint = (
+            None if options.state is None else SiteCheckpoint(options.state, self.name, group, self._state)
         )
-        self.checkpoint = None if options.state is None else self._names
         """Writes checkpoints, where `join` was given a directory."""
+        if options.state is not None:
+            self.checkpoint = SiteCheckpoint(options.state, self.name, group, self._state)
         if connection.server_watch is not None:
             connection.server_watch.kept = self._what_is_kept
 
@@ -177,7 +180,7 @@ class SiteTraining:
         """
         restored: int | None = None
         if state is not None:
-            restored = state.restore(self._names, self.coordinator)
+            restored = state.restore(self._state, self.coordinator)
             if self.coordinator is not None:
                 self.coordinator.replays = True
         elif self.checkpoint is not None:
@@ -288,7 +291,7 @@ class SiteTraining:
         self.rank_step.for_rounds()
         replica = self._work.replica
         with replica.at_global_model() if replica is not None else nullcontext():
-            found = PortableState.of(self._names, self._group, self.steps, self.coordinator)
+            found = PortableState.of(self._state, self._group, self.steps, self.coordinator)
         self.rank_step.for_passes(release=False)
         return found
 

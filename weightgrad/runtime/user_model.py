@@ -15,12 +15,14 @@ from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.local.serving import serving
 from weightgrad.runtime import frozen_parameters
-from weightgrad.runtime.admission import APART, AdmissionReply, in_order
+from weightgrad.runtime.admission_messages import APART, AdmissionReply
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
 from weightgrad.runtime.device_state import check_place, memory_for
 from weightgrad.runtime.frozen_parameters import FrozenParameters
-from weightgrad.runtime.module_weights import ModuleWeights, all_stages, layout_of, trainable
+from weightgrad.runtime.layout_match import in_order
+from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.named_models import OptimizerSet, one_module, own_modules, stepping_optimizers
+from weightgrad.runtime.named_parameter import all_stages, layout_of, trainable
 from weightgrad.runtime.optimizer_checks import (
     check_averaged,
     check_one_optimizer,

@@ -18,7 +18,7 @@ TRANSPORT_VERSION = "5"
 """The calls and metadata of the gRPC transport. `runtime/transport/grpc_settings.py`."""
 
 HANDSHAKE_VERSION = 4
-"""The JSON admission request and reply. `runtime/admission.py`."""
+"""The JSON admission request and reply. `runtime/admission_messages.py`."""
 
 INPUT_LOG_VERSION = 1
 """The files of the log of inputs. `runtime/input_log.py`."""

@@ -16,7 +16,7 @@ import torch
 
 from weightgrad.codecs import Fp32
 from weightgrad.errors import WeightGradError
-from weightgrad.runtime.admission import AdmissionRequest
+from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient

@@ -23,7 +23,9 @@ from weightgrad.lab.recipes.site_list import SiteList
 from weightgrad.lab.report.choices import parse_choices
 from weightgrad.lab.run import deployment
 from weightgrad.runtime import health
-from weightgrad.runtime.admission import Admission, RunConfig
+from weightgrad.runtime.peer_check import PeerCheck
+from weightgrad.runtime.roster import Roster
+from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security.credentials import Credentials, Revoked
 from weightgrad.runtime.security.tls_check import is_loopback
 from weightgrad.runtime.server import GlobalServer, ServeOptions
@@ -127,12 +129,12 @@ def serve(
     monitor: health.HealthServer | None = None
     if group.number:
         revoked = Revoked(found.directory / "revoked.txt") if found is not None else None
-        checks = Admission(config, secure=found is not None, revoked=revoked, on_refused=lambda reason: None)
+        peers = PeerCheck(Roster(config.sites, bit_s=config.bit_s), secure=found is not None, revoked=revoked)
         server = ServerWorker(
-            *(config.strategy_for, config.seed, transport, transport.port, checks.check_peer, group),
+            *(config.strategy_for, config.seed, transport, transport.port, peers.check, group),
             state=own,
             out=out,
-            roster=checks.roster,
+            roster=peers.roster,
         )
     else:
         options = ServeOptions(
