@@ -111,6 +111,7 @@ def popen() -> Popen:
     directory = tempfile.TemporaryDirectory()
     address = str(Path(directory.name) / "fork_server.sock")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
+    environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which Ray brings and sklearn imports
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, __file__, address], env=environment, **pipes)
 

@@ -14,11 +14,14 @@ ADDS = {
     "docs": "the documentation as a site",
     "images": "CIFAR-10, and folders of images",
     "lightning": "sites inside the Lightning Trainer",
+    "mlflow": "a site's numbers in MLflow",
     "page": "the live page of a run: --page, and weightgrad page",
     "peft": "LoRA and its relatives",
     "ray": "compare --on ray, and sites as Ray Train jobs",
+    "tensorboard": "a site's numbers in TensorBoard",
     "transformers": "sites inside the Hugging Face Trainer",
     "triton": "kernels for GPUs",
+    "wandb": "a site's numbers in Weights & Biases",
 }
 """What an extra is for, by its name."""
 

@@ -395,6 +395,15 @@ def test_one_far_site_is_enough_for_the_usual_schedules() -> None:
     assert found.density < 1
 
 
+def test_a_tunnel_is_no_near_line() -> None:
+    """Its connection ends on the site's machine and has no round trip; its rounds have that of the real line."""
+    found = Auto().controller(10_000)
+    drive_near(found, 5e-5, 0.2, 0.1, 2)
+    assert "no distance" in found.now.why
+    drive_near(found, 5e-5, 0.2, 0.1, 3)
+    assert "no distance" not in found.now.why
+
+
 def test_a_large_model_is_tried_on_a_near_line_in_parts_and_a_thin_one_is_noticed() -> None:
     numel, slope = 100_000_000, 8 / 100e6
     found = Auto().controller(numel)

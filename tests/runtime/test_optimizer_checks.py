@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from weightgrad.core import strategies
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.named_parameter import trainable
-from weightgrad.runtime.optimizer_checks import check_averaged, check_one_optimizer, check_parameters, why_apart
+from weightgrad.runtime.optimizer_checks import check_averaged, check_parameters, check_several, why_apart
 
 
 def two_layers() -> nn.Sequential:
@@ -26,7 +26,7 @@ def test_an_optimizer_of_the_model_fits() -> None:
     found, optimizer = trainable(model), sgd(model)
     check_parameters(found, optimizer)
     check_averaged(found, [optimizer])
-    check_one_optimizer(strategies.find("baseline"), [optimizer])
+    check_several(strategies.find("onebit"), [optimizer])
     assert why_apart(found, optimizer, "same") is None
 
 
@@ -39,10 +39,14 @@ def test_parameters_that_the_model_has_not_are_refused_unless_they_are_frozen() 
     check_parameters(trainable(model), optimizer)
 
 
-def test_several_optimizers_cannot_share_gradients() -> None:
+def test_several_optimizers_need_rounds_that_are_about_one_of_them() -> None:
     model = two_layers()
-    with pytest.raises(StrategyError, match="2 optimizers, and baseline shares gradients"):
-        check_one_optimizer(strategies.find("baseline"), [sgd(model[0]), sgd(model[1])])
+    optimizers = [sgd(model[0]), sgd(model[1])]
+    for name in ("baseline", "qsgd", "terngrad", "dgc", "powersgd", "diloco", "auto", "weightgrad"):
+        check_several(strategies.find(name), optimizers)
+    for name in ("onebit", "adaptive", "ahead"):
+        with pytest.raises(StrategyError, match=f"2 optimizers, and {name} shares gradients"):
+            check_several(strategies.find(name), optimizers)
 
 
 def test_an_optimizer_that_may_step_before_gradients_are_averaged_is_refused() -> None:

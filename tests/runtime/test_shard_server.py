@@ -36,9 +36,10 @@ EAST, WEST_0, WEST_1 = Peer("east", 0), Peer("west", 0), Peer("west", 1)
 class Process:
     """A server process whose messages are collected."""
 
-    def __init__(self, served: Intervals = WHOLE, kept_bytes: int = 1 << 20) -> None:
+    def __init__(self, served: Intervals = WHOLE, kept_bytes: int = 1 << 20, *, elsewhere: bool = False) -> None:
         layout = Layout.of_shapes([("weight", (NUMEL,))])
-        model = GlobalModel(layout, torch.zeros(served.numel), optimizer=None, rate=lambda step: 0.1, held=served)
+        first = torch.zeros(served.numel)
+        model = GlobalModel(layout, first, optimizer=None, rate=lambda _: 0.1, held=served, elsewhere=elsewhere)
         shard = ServerShard(model, STRATEGY.for_server().for_shard, 1, MemoryResultLog(kept_bytes))
         self.sent: list[tuple[Peer, Bulk]] = []
         self.waiting: dict[Peer, int | None] = {}
@@ -230,6 +231,22 @@ def test_a_site_gets_the_results_it_has_missed_when_all_ranks_are_there() -> Non
     process.hold(WEST_1, RIGHT, ranks=2)
     found = [(peer, message.version) for peer, message in process.taken() if isinstance(message, ResultPart)]
     assert sorted(found) == [(WEST_0, 2), (WEST_0, 3), (WEST_1, 2), (WEST_1, 3)]
+
+
+def test_where_only_sites_step_a_download_is_the_first_model_and_all_rounds_since() -> None:
+    process = Process(elsewhere=True)
+    process.hold(EAST, WHOLE)
+    process.server.provide(Provision(site="west", epoch=1, since=None, whole=True, codec=None))
+    process.server.push_part(part(EAST, segment(0, *[1.0] * NUMEL)))
+    process.close("east")  # before the rank of west has said what it holds
+    process.taken()
+    process.hold(WEST_0, WHOLE)
+    model, result = (message for peer, message in process.taken() if peer == WEST_0)
+    assert isinstance(model, ModelPart)
+    assert model.version == 0
+    assert isinstance(result, ResultPart)
+    assert result.version == 1
+    assert result.segments
 
 
 def test_what_is_owed_to_processes_that_are_gone_is_not_sent_to_the_next() -> None:

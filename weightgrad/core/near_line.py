@@ -8,6 +8,9 @@ comes too late for it. So everything is exchanged, after every step, and the sit
     after every step for the first PATIENCE_S seconds of waiting, however short the steps are;
     then after so many steps that waiting takes at most half of the time.
 
+The round trip is that of the TCP connection, which a tunnel (`ssh -L`) ends on the site's own machine. So the rounds
+must bear it out: a line is not near if even the fastest of its last rounds took FAR_S longer than its bytes explain.
+
 A near line may be thin all the same. Large models are tried on it with a part first, each time at most eight times as
 large as what it has carried, and a line that needs longer for the whole of it than a step does is no near line.
 """
@@ -18,16 +21,20 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weightgrad.core.link_fit import LinkFit
 from weightgrad.core.measurements import Measurements
 from weightgrad.units import show_seconds
 from weightgrad.wire.sync_schedule import SyncSchedule
 
 NEAR_S = 2e-3
 """A shorter round trip is no distance."""
+FAR_S = 30e-3
+"""A line whose rounds all take longer, beside the time of their bytes, has a distance, whatever its round trip is."""
 PATIENCE_S = 20.0
 """So long a run may wait in all before its rounds get fewer."""
 
 EXACT, EIGHT_BITS = "fp32", "ef(qsgd(bits=8))"
+_FAR_ROUNDS = 3  # so many tell: one may have been disturbed
 _LITTLE = 4 << 20  # bytes of push and result that no near line notices
 _TELLING = 1 << 20  # bytes of a round that tell how thin a line is, whatever it is to carry
 _FIRST = 8 << 20  # bytes that a line is tried with
@@ -53,7 +60,16 @@ class NearSchedule(NamedTuple):
 
 def is_near(measured: Measurements, sites: Sequence[str]) -> bool:
     """Whether the lines of all of these sites are known to have no distance."""
-    return bool(sites) and all(0 < measured.trips.get(name, 0.0) < NEAR_S for name in sites)
+    return bool(sites) and all(
+        0 < measured.trips.get(name, 0.0) < NEAR_S and not _is_far(measured.links.get(name)) for name in sites
+    )
+
+
+def _is_far(link: LinkFit | None) -> bool:
+    """Whether the rounds of a line show a distance."""
+    if link is None or len(link.rounds) < _FAR_ROUNDS:
+        return False
+    return min(seconds - link.slope * nbytes for nbytes, seconds in link.rounds) > FAR_S
 
 
 def near_schedule(

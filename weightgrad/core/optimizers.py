@@ -53,9 +53,9 @@ def is_linear(kind: str) -> bool:
     divide each element by its own history, and Muon makes all directions of a matrix equally long: neither is linear.
 
     Args:
-        kind: the name of an optimizer, as in a recipe or as a class.
+        kind: the name of an optimizer, as in a recipe or as a class; of several, joined by "+".
     """
-    return kind.lower() in _LINEAR
+    return all(one in _LINEAR for one in kind.lower().split("+"))
 
 
 def build(name: str, parameters: list[nn.Parameter], options: Mapping[str, Any]) -> Optimizer:

@@ -81,6 +81,8 @@ class SiteShard(ABC):
         self._reads: Readable = local  # the weights of which a push is made
         self.served: tuple[Intervals, ...] = (Intervals.whole(layout.numel),)
         """What each process of the global server serves: no piece of a push is for two of them."""
+        self.within: Intervals | None = None
+        """What the step is about, where gradients are shared and another optimizer has the rest; None: everything."""
         self.scratch = Scratch(self.memory.device)
         self.residual = Residual(self.held, plan.up, key, keep_loss=plan.keep_loss, scratch=self.scratch)
         needs = plan.selector.needs_step
@@ -97,7 +99,7 @@ class SiteShard(ABC):
     def keep(self, gradient: LocalModel | None) -> None:
         """Keep what the last step made, where no push takes it; nothing to do where the local model has it."""
         if gradient is not None:
-            kept = pieces.cut(self.held, self.layout, per_tensor=self.plan.per_tensor)
+            kept = pieces.cut(self._about, self.layout, per_tensor=self.plan.per_tensor)
             self._expect(gradient, kept)
             for piece in kept:
                 self.residual.put(piece, gradient.read(piece.intervals, self.scratch.of("fresh", piece.numel)))
@@ -129,9 +131,14 @@ class SiteShard(ABC):
             piece
             for served in self.served
             for piece in self._selector(order).pieces(
-                self.held & served, self.layout, per_tensor=self.plan.per_tensor, fragment=order.fragment
+                self._about & served, self.layout, per_tensor=self.plan.per_tensor, fragment=order.fragment
             )
         )
+
+    @property
+    def _about(self) -> Intervals:
+        """Of what is held, what the step is about."""
+        return self.held if self.within is None else self.held & self.within
 
     def _selector(self, order: PushOrder) -> Selector:
         return All() if order.final else self.plan.selector
@@ -215,7 +222,7 @@ class SiteShard(ABC):
 
     def _keep_rest(self, chosen: tuple[Piece, ...], gradient: LocalModel) -> None:
         """Keep the gradient of what this round is not about."""
-        rest = self.held - Intervals.of(span for piece in chosen for span in piece.intervals.spans)
+        rest = self._about - Intervals.of(span for piece in chosen for span in piece.intervals.spans)
         for piece in pieces.cut(rest, self.layout, per_tensor=False):
             self.residual.put(piece, gradient.read(piece.intervals, self.scratch.of("fresh", piece.numel)))
 

@@ -28,8 +28,12 @@ class TensorBoardTracker:
 
     def __init__(self, target: Any = "runs/weightgrad") -> None:
         if not hasattr(target, "add_scalar"):
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError(
+                    "TensorBoardTracker needs tensorboard: pip install 'weightgrad[tensorboard]'"
+                ) from error
             target = SummaryWriter(str(target))
         self.writer = target
         """The writer."""

@@ -50,11 +50,11 @@ class AheadReplica:
         self._go_back()
         self._inner.step(result)
 
-    def before_step(self) -> bool:
+    def before_step(self, number: int = 0) -> bool:
         """The user's own step follows; whether there is a gradient for it."""
         waiting = self._pushes()
         if not waiting:
-            return self._inner.before_step()
+            return self._inner.before_step(number)
         *first, (round_, segments) = waiting
         self._advance(first)
         self._leave_global_model()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,26 +21,31 @@ from weightgrad.core.optimizer_options import numbers_of
 from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
+from weightgrad.runtime.optimizer_set import set_of
 
 log = logging.getLogger("weightgrad")
 
 
 class AnnouncedOptimizer:
-    """An optimizer of `torch.optim` and what the global server was told about it."""
+    """An optimizer of `torch.optim`, or several, and what the global server was told about it."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
+        self._set = set_of(optimizer)
         self._announced: list[dict[str, Any]] = []  # switches among the options of each group
         self.numbers: list[float] = []
         """The numbers among the options that were announced; none where updates are shared."""
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group; 1 if the optimizer has none."""
-        return rates_of(self._optimizer)[0]
+        """The learning rate of the first group; 1 if the optimizer has none, or if there are several."""
+        return 1.0 if self._set is not None else rates_of(self._optimizer)[0]
 
     def told(self) -> dict[str, Any]:
         """What the server is told about the optimizer, whether it will step with it or not."""
+        if self._set is not None:
+            spec = OptimizerSpec.of(self._optimizer, self._parameters, all_=False)
+            return {**replace(spec, kind=self._set.kind, path="").dump(), AT_SITES: True}
         try:
             return OptimizerSpec.of(self._optimizer, self._parameters).dump()
         except StrategyError:
@@ -64,7 +70,7 @@ class AnnouncedOptimizer:
                     group[name] = value
         shared = strategy.shares == "gradients"
         self._announced = self._switches() if shared else []
-        self.numbers = numbers_of(self._optimizer) if shared else []
+        self.numbers = self._numbers() if shared else []
 
     @property
     def has_state(self) -> bool:
@@ -84,24 +90,28 @@ class AnnouncedOptimizer:
             log.warning(
                 "%s begins without the state that it had before prepare(): where gradients are shared, all replicas "
                 "must begin alike. A site goes on with its optimizer from the state directory of join()",
-                type(self._optimizer).__name__,
+                type(self._optimizer).__name__ if self._set is None else self._set.kind,
             )
         state.clear()
-        if isinstance(self._optimizer, torch.optim.Adagrad):  # which has a state before its first step
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    total = torch.full_like(parameter.detach(), group["initial_accumulator_value"])
-                    state[parameter] = {"step": torch.tensor(0.0), "sum": total}
+        for one in self._set.optimizers if self._set is not None else [self._optimizer]:
+            if isinstance(one, torch.optim.Adagrad):  # which has a state before its first step
+                for group in one.param_groups:
+                    for parameter in group["params"]:
+                        total = torch.full_like(parameter.detach(), group["initial_accumulator_value"])
+                        one.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
     def changed(self) -> tuple[float, ...]:
         """The numbers among the options, where they are not those that were announced; else nothing."""
         if not self.numbers:
             return ()
-        now = numbers_of(self._optimizer)
+        now = self._numbers()
         same = len(now) == len(self.numbers) and all(
             math.isclose(one, announced, rel_tol=1e-6) for one, announced in zip(now, self.numbers, strict=True)
         )
-        return () if same else tuple(now)
+        return () if same and self._set is None else tuple(now)
+
+    def _numbers(self) -> list[float]:
+        return numbers_of(self._optimizer) if self._set is None else self._set.numbers()
 
     def check(self) -> None:
         """Compare the optimizer with what was announced.

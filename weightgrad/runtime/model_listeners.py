@@ -10,6 +10,7 @@ from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.site_training import SiteTraining
 from weightgrad.runtime.state_dict_copies import copy_views
 from weightgrad.runtime.step_hooks import StepHooks
+from weightgrad.runtime.stranger_steps import StrangerSteps
 from weightgrad.runtime.user_model import UserModel
 
 
@@ -28,6 +29,14 @@ class ModelListeners:
         self._copies = copy_views(user.module) if training.rank_step.one_buffer else []
         self._guard = LoadGuard(user.module, user.parameters)
         self._steps = SiteSteps(training, len(user.optimizers))
+        gradients = training.strategy.shares == "gradients"
+        self._strangers = StrangerSteps(
+            site,
+            user.optimizers,
+            [one.parameter for one in user.parameters]
+            if gradients
+            else [p for one in user.optimizers for group in one.param_groups for p in group["params"]],
+        )
         watches = (user.unshared.check, self._guard.check)
         alone = len(user.optimizers) == 1
         self._hooks = [
@@ -55,6 +64,7 @@ class ModelListeners:
         """Let go of model and optimizers: from now on their steps are an error."""
         for hooks in self._hooks:
             hooks.leave()
+        self._strangers.remove()
         self._guard.remove()
 
     def stop_copying(self) -> None:

@@ -8,14 +8,17 @@ when the user's loop says so, and the site listens to all of them:
 
 So alternating steps (D, G, D, G, ...) are as many steps of the site as there are of D, and five steps of D for one of G
 are five. A round exchanges all models, whoever has stepped.
+
+Where gradients are shared, a step of each optimizer is a step of the site, and its round is about the parameters of
+that optimizer alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from weightgrad.core.strategies import Strategy
@@ -85,53 +88,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return inner if wrapped and inner is not None else module
 
 
-class OptimizerSet:
-    """Several optimizers as one, for who only reads groups and reads and writes states; it cannot step.
-
-    Args:
-        optimizers: The optimizers, none of which has a parameter of another.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
-        self.defaults: dict[str, Any] = {}
-        self.state = _States(self._optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers."""
-        return [group for one in self._optimizers for group in one.param_groups]
-
-
-class _States:
-    """The states of several optimizers, by parameter."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def _of(self, parameter: Tensor) -> dict[Any, Any]:
-        for one in self._optimizers:
-            if any(parameter is other for group in one.param_groups for other in group["params"]):
-                return one.state
-        return {}
-
-    def __getitem__(self, parameter: Tensor) -> Any:
-        return self._of(parameter)[parameter]
-
-    def get(self, parameter: Tensor, default: Any = None) -> Any:
-        """What is kept for a parameter."""
-        return self._of(parameter).get(parameter, default)
-
-    def values(self) -> Iterator[Any]:
-        """What is kept for each parameter."""
-        return (state for one in self._optimizers for state in one.state.values())
-
-    def clear(self) -> None:
-        """Forget everything."""
-        for one in self._optimizers:
-            one.state.clear()
-
-
 class SiteSteps:
     """Counts the steps of a site with several optimizers.
 
@@ -184,9 +140,14 @@ class OptimizerSteps:
 
     def before_step(self) -> bool:
         """The optimizer is about to step; whether there is a gradient for it."""
+        if self.strategy.shares == "gradients":
+            return self._training.before_step(self._number)
         self._steps.begins(self._number)
         return self._training.before_step()
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
-        self._steps.ends(self._number)
+        if self.strategy.shares == "gradients":
+            self._training.after_step()
+        else:
+            self._steps.ends(self._number)

@@ -1,7 +1,7 @@
 """Whether an optimizer fits the model that it is prepared with, and the strategy of the run.
 
-Where gradients are shared, every replica takes the same step with them. So one optimizer has all parameters that are
-trained, and nothing may make it step differently at one site.
+Where gradients are shared, every replica takes the same step with them. So all parameters that are trained belong to
+an optimizer that the site knows, and nothing may make it step differently at one site.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.named_parameter import NamedParameter
+from weightgrad.runtime.optimizer_set import set_of
 from weightgrad.runtime.trained_model import TrainedModel
 from weightgrad.wire.intervals import Intervals
+
+_EVERY_STEP = ("every", "every()", "every(1)", "every(steps=1)")
 
 
 def check_parameters(parameters: Sequence[NamedParameter], optimizer: Optimizer) -> None:
@@ -51,16 +54,26 @@ def _of_another_optimizer(parameters: Sequence[NamedParameter], optimizer: Optim
     return next((one.name for one in parameters if id(one.parameter) not in theirs), None)
 
 
-def check_one_optimizer(strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse several optimizers where every replica would have to step as they do.
+def check_several(strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse several optimizers where a round cannot be about the gradients of one of them.
 
     Raises:
-        StrategyError: There are several.
+        StrategyError: There are several, and a part of the strategy does not fit them.
     """
-    if len(optimizers) > 1:
+    if len(optimizers) == 1 or strategy.shares != "gradients":
+        return
+    found = {
+        f"consistency is {strategy.consistency}, so that sites may be at steps of different ones": (
+            strategy.consistency != "sync"
+        ),
+        f"trigger is {strategy.trigger}, so that not every step has a round": strategy.trigger not in _EVERY_STEP,
+        "resume is ahead, so that a site steps with its own gradients first": strategy.resume == "ahead",
+        "correction is a momentum of all gradients in one": bool(strategy.correction),
+    }
+    if why := [reason for reason, applies in found.items() if applies]:
         raise StrategyError(
-            f"prepare() was given {len(optimizers)} optimizers, and {strategy.name} shares gradients, with which one "
-            "optimizer steps at every site: put all parameters into one optimizer, in several groups, or take a "
+            f"prepare() was given {len(optimizers)} optimizers, and {strategy.name} shares gradients; with several its "
+            f"{why[0]}. Put all parameters into one optimizer, in several groups, or take baseline or qsgd, or a "
             "strategy that shares updates, such as auto"
         )
 
@@ -81,7 +94,8 @@ def check_averaged(parameters: Sequence[NamedParameter], optimizers: Sequence[Op
 
 def why_apart(parameters: Sequence[NamedParameter], optimizer: Optimizer, frozen: str) -> str | None:
     """Why a site cannot share gradients: what replicas that step with them would do differently; None if it can."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    several = set_of(optimizer)
+    if any(isinstance(one, torch.optim.SparseAdam) for one in ([optimizer] if several is None else several.optimizers)):
         return (
             "they are dense when they come back, and SparseAdam takes only sparse ones; take a strategy that shares "
             "updates, such as weightgrad, or Adagrad, which takes both"
@@ -98,8 +112,8 @@ def why_apart(parameters: Sequence[NamedParameter], optimizer: Optimizer, frozen
         )
     if (alone := _of_another_optimizer(parameters, optimizer)) is not None:
         return (
-            f"{alone} is trained by another optimizer, or by none, and with shared gradients one optimizer steps at "
-            "every site: give it all parameters (groups may differ), freeze the others, or take a strategy that shares "
-            "updates, such as weightgrad"
+            f"{alone} is trained by another optimizer, or by none, and with shared gradients every site takes the "
+            'same steps: give prepare() all optimizers, as {"g": og, "d": od}, freeze what is not trained, or take a '
+            "strategy that shares updates, such as weightgrad"
         )
     return None

@@ -20,6 +20,7 @@ from weightgrad.runtime.checkpoint_files import newest_version
 from weightgrad.runtime.entry import Entry
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
 from weightgrad.runtime.model_listeners import ModelListeners
+from weightgrad.runtime.named_calls import NamedCalls
 from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import show_by_default
@@ -29,6 +30,16 @@ from weightgrad.runtime.user_model import UserModel
 
 Model = TypeVar("Model")
 UserOptimizer = TypeVar("UserOptimizer")
+
+_DEFAULTS: dict[str, Any] = {
+    "strategy": None,
+    "samples": 1,
+    "buffers": "shared",
+    "frozen": "same",
+    "stages": False,
+    "state_on": "host",
+    "changes": {},
+}
 
 
 def join(
@@ -113,6 +124,7 @@ class Site:
         self._entry: Entry | None = None
         self._training: SiteTraining | None = None
         self._listeners: ModelListeners | None = None
+        self._calls: NamedCalls | None = None
         self._loaded: PortableState | None = None
         self._script_end = ScriptEnd(self._abandon, resumable=options.state is not None)
         self._left = False
@@ -125,6 +137,7 @@ class Site:
         optimizer: UserOptimizer,
         strategy: str | Strategy | None = None,
         *,
+        name: str | None = None,
         samples: int = 1,
         buffers: str = "shared",
         frozen: str = "same",
@@ -139,10 +152,12 @@ class Site:
                 by name, such as {"g": generator, "d": discriminator}. Models that are sharded inside the site (FSDP2,
                 HSDP, tensor parallelism) are recognized; each rank then takes part with its own shard.
             optimizer: A `torch.optim.Optimizer` with parameters of the model, or what wraps one (Accelerate,
-                Lightning). Strategies that share updates take any, and several, by name or in a list, each with
-                parameters of its own; a step of the site is then a step of each of them. Those that share gradients
-                need one, for all parameters that are trained; one that the server cannot make is stepped at the sites.
+                Lightning); or several, by name or in a list, each with parameters of its own. Where updates are shared,
+                a step of the site is a step of each of them. Where gradients are shared, it is a step of one of them,
+                and exchanges the gradients of its parameters; together they have all parameters that are trained.
             strategy: The strategy of the run, which must be the server's; None takes the server's.
+            name: The name of the model, to give several one after the other, each with its optimizer. The site then
+                enters the run when the first of them is called, or with `enter`, and not before.
             samples: How much the updates of this site weigh: the samples that it sees in one step.
             buffers: "shared" averages persistent buffers, such as the statistics of batch norm, over all sites, by
                 `samples`; they travel with rounds. "site" averages floating-point buffers over the ranks of the site
@@ -159,7 +174,7 @@ class Site:
             **changes: Parts of the strategy that differ from its preset, as at the server.
 
         Returns:
-            The same model and optimizer. The model has the weights of the global model.
+            The same model and optimizer. The model has the weights of the global model, or with `name` will have.
 
         Raises:
             StrategyError: The strategy, the optimizer or an argument does not fit, or the site is prepared already.
@@ -172,8 +187,52 @@ class Site:
         if self._listeners is not None:
             raise StrategyError(
                 "the site is prepared already; to train several models, give prepare() all of them "
-                'at once, as {"g": g, "d": d}; to train another one, leave() and join again'
+                'at once, as {"g": g, "d": d}, or each with its name before the first of them is called; to train '
+                "another one, leave() and join again"
             )
+        given: dict[str, Any] = {
+            "strategy": strategy,
+            "samples": samples,
+            "buffers": buffers,
+            "frozen": frozen,
+            "stages": stages,
+        }
+        given |= {"state_on": state_on, "changes": changes}
+        if name is not None:
+            self._calls = NamedCalls(self.enter) if self._calls is None else self._calls
+            self._calls.add(name, model, optimizer, {k: v for k, v in given.items() if v != _DEFAULTS[k]})
+        elif self._calls is not None:
+            raise StrategyError("the site has models with names; give this one a name, too: prepare(..., name=...)")
+        else:
+            self._enter(model, optimizer, **given)
+        return model, optimizer
+
+    def enter(self) -> None:
+        """Enter the run with all models that were prepared by name; called on every rank. Else the first call does it.
+
+        Call it where something reads the weights before any of the models computes, such as a copy of one.
+
+        Raises:
+            StrategyError: As `prepare`, which also has the other errors.
+        """
+        if self._calls is not None:
+            calls, self._calls = self._calls, None
+            models, optimizers, given = calls.take()
+            self._enter(models, optimizers, **{**_DEFAULTS, **given})
+
+    def _enter(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        strategy: str | Strategy | None,
+        samples: int,
+        buffers: str,
+        frozen: str,
+        stages: bool,
+        state_on: str,
+        changes: dict[str, Any],
+    ) -> None:
         user = UserModel(model, optimizer, self.group, buffers=buffers, frozen=frozen, stages=stages, state_on=state_on)
         strategy = strategies.find(strategy, changes) if isinstance(strategy, str) else strategy
         if self.group.first:
@@ -196,7 +255,6 @@ class Site:
         self._training.begin(self._loaded)
         self._loaded = None
         self._listeners = ModelListeners(user, optimizer, self.name, self._training, self.group)
-        return model, optimizer
 
     def _kept_version(self) -> int:
         """The version of the global model from which this site can go on, on rank 0; -1 without one."""
@@ -209,6 +267,7 @@ class Site:
     @property
     def steps(self) -> int:
         """Optimizer steps done; above 0 right after `prepare` if the site goes on from its checkpoint."""
+        self.enter()
         return self._training.steps if self._training is not None else 0
 
     @property
@@ -224,6 +283,7 @@ class Site:
         Raises:
             StrategyError: The site has not been prepared.
         """
+        self.enter()
         if self._training is None:
             raise StrategyError("the site has no global model before prepare()")
         return self._training.digest()
@@ -282,6 +342,7 @@ class Site:
         Raises:
             StrategyError: The site has not been prepared.
         """
+        self.enter()
         if self._training is None:
             raise StrategyError("track() belongs after prepare(): before it there is nothing to tell")
         self._training.track(tracker)
@@ -323,6 +384,9 @@ class Site:
         """
         if self._left:
             return
+        if self._calls is not None:
+            self._calls.take()
+            self._calls = None
         if self._training is None or self._listeners is None:
             self._abandon()
             return

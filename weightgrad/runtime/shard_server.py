@@ -256,6 +256,8 @@ class ShardServer:
             # Now: they may be forgotten when the last rank has come, and the site has been told that it gets them.
             missed = self.shard.log.since(provision.since, self.shard.global_model.version)
             site.missed = None if missed is None else list(missed)
+        elif self.shard.global_model.elsewhere:
+            site.missed = []  # the model here is the first one whenever it goes out: rounds that close before count
         self._pay(provision.site)
 
     def _pay(self, name: str) -> None:

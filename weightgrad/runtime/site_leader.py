@@ -168,6 +168,7 @@ class SiteLeader:
         coordinator, before = self.coordinator, self._connection.up_bytes
         if not coordinator.finished:  # it is, if a site that had left is started again
             coordinator.rate = self._optimizer.rate if self._plan.shares_gradients else None
+            coordinator.options = self._optimizer.changed()
             self._push(*coordinator.finish(self._connection.now, flush=flush))
         self._progress = FlushProgress(coordinator.name, self._connection.up_bytes - before)
         self.wait_until_unblocked()

@@ -31,6 +31,7 @@ from weightgrad.runtime.checkpoint_files import newest_step
 from weightgrad.runtime.device_state import check_local_server
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.named_state import NamedState
+from weightgrad.runtime.optimizer_set import set_of
 from weightgrad.runtime.portable_state import PortableState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.progress_log import ProgressLog, Tracker
@@ -231,8 +232,11 @@ class SiteTraining:
 
     # -- a step -----------------------------------------------------------------------------
 
-    def before_step(self) -> bool:
+    def before_step(self, number: int | None = None) -> bool:
         """The user's optimizer is about to step with the gradients that backward left.
+
+        Args:
+            number: Which of several optimizers, where gradients are shared.
 
         Returns:
             Whether there is a gradient to step with: where gradients are shared, none may have come back yet.
@@ -247,14 +251,26 @@ class SiteTraining:
             self.checkpoint.look()
         if self.rank_step.exchanges or self._plan.shares_gradients:
             sparse_gradients.make_dense(self._model.optimizer)
-        self.rank_step.before(self.steps)
+        several = None if number is None else set_of(self._model.optimizer)
+        with nullcontext() if several is None else several.alone(number or 0):
+            self.rank_step.before(self.steps)
+            if self._work.replica is not None:
+                self.shard.stepped(self.rank_step.gradients)
         if self._work.replica is not None:
-            self.shard.stepped(self.rank_step.gradients)
+            self.shard.within = self._of_optimizer(number)
             self._decide()
-            return self._work.replica.before_step()
+            self.shard.within = None
+            return self._work.replica.before_step(number or 0)
         if self.rank_step.exchanges:
             sparse_gradients.make_sparse(self._model.optimizer)
         return True
+
+    def _of_optimizer(self, number: int | None) -> Intervals | None:
+        """The elements that one of several optimizers has."""
+        several = set_of(self._model.optimizer)
+        if number is None or several is None:
+            return None
+        return several.elements(self._model.weights.parameters, self._model.layout)[number]
 
     def after_step(self) -> None:
         """The user's optimizer has stepped."""

@@ -21,15 +21,16 @@ from weightgrad.runtime.device_state import check_place, memory_for
 from weightgrad.runtime.frozen_parameters import FrozenParameters
 from weightgrad.runtime.layout_match import in_order
 from weightgrad.runtime.module_weights import ModuleWeights
-from weightgrad.runtime.named_models import OptimizerSet, one_module, own_modules, stepping_optimizers
+from weightgrad.runtime.named_models import one_module, own_modules, stepping_optimizers
 from weightgrad.runtime.named_parameter import all_stages, layout_of, trainable
 from weightgrad.runtime.optimizer_checks import (
     check_averaged,
-    check_one_optimizer,
     check_parameters,
+    check_several,
     check_whole,
     why_apart,
 )
+from weightgrad.runtime.optimizer_set import OptimizerSet
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.rank_step import averages_gradients
 from weightgrad.runtime.replicas import Sharding
@@ -104,19 +105,15 @@ class UserModel:
         """See whether the strategy that the user asks for can train with these optimizers.
 
         Raises:
-            StrategyError: It needs one optimizer, and there are several.
+            StrategyError: There are several optimizers, and a part of it does not fit them.
         """
-        if strategy.shares == "gradients":
-            check_one_optimizer(strategy, self.optimizers)
+        check_several(strategy, self.optimizers)
 
     def optimizer_told(self) -> dict[str, Any]:
         """What the global server is told about the optimizer; with `APART`, why this site cannot share gradients."""
-        several = len(self.optimizers) > 1
-        told = {"kind": type(self.optimizers[0]).__name__} if several or self._stages else self._announced.told()
+        told = {"kind": type(self.optimizers[0]).__name__} if self._stages else self._announced.told()
         if self._apart is not None or self._announced.has_state:
             told[APART] = self._apart or "its optimizer goes on from a state, which is its own"
-        if several:
-            told[APART] = f"it has {len(self.optimizers)} optimizers, and with shared gradients one steps at every site"
         return told
 
     def frozen_digests(self) -> dict[str, str]:
@@ -136,6 +133,7 @@ class UserModel:
             StrategyError: Model or optimizer cannot be trained with the strategy, or not with this server.
         """
         if strategy.shares == "gradients":
+            check_several(strategy, self.optimizers)
             if self._apart is not None:
                 raise StrategyError(f"{strategy.name} shares gradients, and {self._apart}")
             self.unshared.gradients_shared = True

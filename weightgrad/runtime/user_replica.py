@@ -2,7 +2,8 @@
 
 A round result is a gradient. It is put into `.grad` of the parameters, and the user's own `optimizer.step()` steps with
 it; so any optimizer that the global server can build, too, works, and nothing of it is kept twice. Results beyond one
-for each step of the user (asynchronous strategies) are stepped with here.
+for each step of the user (asynchronous strategies) are stepped with here, and so are those of another optimizer than
+the one that the user steps with (`runtime/optimizer_set.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weightgrad.core.global_model import GlobalModel
@@ -23,6 +24,7 @@ from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.kernels import fixed
 from weightgrad.runtime.module_gradients import write_gradient
 from weightgrad.runtime.module_weights import ModuleWeights
+from weightgrad.runtime.optimizer_set import Options, set_of
 from weightgrad.runtime.replicas import ReplicaExchange
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
@@ -63,6 +65,9 @@ class UserReplica:
         self._rates: list[float] | None = None
         self._options: list[float] = []
         self._announced = announced
+        self._set = set_of(optimizer)
+        self._set_options: Options | None = None  # the user's own, while those of a result are in place
+        self._elements = self._set.elements(weights.parameters, layout) if self._set is not None else []
         self._incoming: dict[str, Tensor] = {}
 
     # -- steps -----------------------------------------------------------------------------------
@@ -87,9 +92,9 @@ class UserReplica:
             options: the numbers among the optimizer's options; none keeps the user's.
 
         Returns:
-            True: there is a gradient to step with.
+            Whether there is a gradient to step with.
         """
-        for parameter in (one.parameter for one in self._gradients.parameters):
+        for parameter in self._stepping(segments):
             parameter.grad = torch.zeros_like(parameter)
         inside = self._weights.redistributed
         self._gradients.begin()
@@ -102,7 +107,15 @@ class UserReplica:
             self._gradients.end(changed=True)
         if rate is not None:
             self._set_rate(rate, options)
-        return True
+        return self._set is None or bool(self._set.active)
+
+    def _stepping(self, segments: Sequence[Segment]) -> list[nn.Parameter]:
+        """The parameters that a gradient is for; of several optimizers, those step that it has values for."""
+        if self._set is None:
+            return [one.parameter for one in self._gradients.parameters]
+        touched = Intervals.of(span for segment in segments for span in segment.intervals.spans)
+        self._set.active = frozenset(number for number, own in enumerate(self._elements) if own & touched)
+        return [parameter for number in self._set.active for parameter in self._set.parameters(number)]
 
     def settle(self) -> None:
         """Step with a gradient that is in place, if the user does not."""
@@ -124,19 +137,37 @@ class UserReplica:
         for one in (self._weights, self._gradients) if inside else ():
             one.begin()
 
-    def before_step(self) -> bool:
-        """The user's own step follows; whether there is a gradient for it."""
+    def before_step(self, number: int = 0) -> bool:
+        """The user's own step follows; whether there is a gradient for it.
+
+        Args:
+            number: which of several optimizers steps. Others that have a gradient step now.
+        """
         waiting, self._waiting = self._waiting, False
+        if self._set is not None and waiting:
+            waiting = number in self._set.active
+            self._set.active -= {number}
+            if self._set.active:
+                self.within(self._step_now)
+            if not waiting:
+                self.stepped()
         return waiting
 
     def stepped(self) -> None:
         """A step is done: the learning rates are the user's again."""
+        if self._set is not None and self._set_options is not None:
+            self._set.restore(self._set_options)
+            self._set_options = None
         if self._rates is not None:
             put_numbers(self._optimizer, self._options)
             put_rates(self._optimizer, self._rates)
             self._rates = None
 
     def _set_rate(self, rate: float, options: Sequence[float]) -> None:
+        if self._set is not None:
+            self._set_options = self._set.options()
+            self._set.put(options)
+            return
         self._rates, self._options = rates_of(self._optimizer), numbers_of(self._optimizer)
         first = self._rates[0]
         put_rates(self._optimizer, [rate * (one / first if first else 1.0) for one in self._rates])

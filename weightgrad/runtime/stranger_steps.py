@@ -1,0 +1,49 @@
+"""Notices the steps of an optimizer that the site does not know, on parameters that it trains.
+
+An optimizer that is made anew in the middle of training, and not prepared, moves the parameters of this site alone:
+no round starts, and nobody else sees its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from weightgrad.errors import StrategyError
+
+
+class StrangerSteps:
+    """Listens to all optimizers of the process.
+
+    Args:
+        site: The name of the site, for errors.
+        known: The optimizers that the site listens to.
+        parameters: What no other optimizer may step.
+    """
+
+    def __init__(self, site: str, known: Sequence[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
+        self._site = site
+        self._known = {id(one) for one in known}
+        self._parameters = {id(one) for one in parameters}
+        self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called by torch before a step of any optimizer."""
+        if id(optimizer) in self._known:
+            return
+        if any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
+            raise StrategyError(
+                f"{type(optimizer).__name__} steps parameters, and is an optimizer that prepare() was not given: site "
+                f"{self._site} trains them, and the other sites would never see its steps. To change the learning rate "
+                "or other options, change those of the prepared optimizer; to go on with another optimizer, leave(), "
+                "join again, and prepare() the model with it"
+            )
+
+    def remove(self) -> None:
+        """Listen no more."""
+        self._handle.remove()
