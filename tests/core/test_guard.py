@@ -344,6 +344,25 @@ def test_a_site_that_sends_nothing_gets_nobody_into_debt() -> None:
         assert not verdict.scales
 
 
+def test_a_site_that_is_late_or_lost_still_stands_for_what_is_usual() -> None:
+    guard = warmed(10, a=1.0, b=1.0, c=1.0)
+    assert counted(guard, 50, a=1.0, c=5.0) <= CREDIT["updates"] + 1.5 * 50
+    for _ in range(50):
+        verdict = judged(guard, a=1.2, c=0.5)
+        assert not verdict.refused
+        assert not verdict.scales, "two that go on without the third are limited by nothing"
+
+
+def test_a_site_that_has_just_joined_counts_in_full_and_limits_a_large_one() -> None:
+    guard = Guard()
+    for _ in range(20):
+        judged(guard, a=1.0, c=5.0)
+    verdict = judged(guard, a=1.0, b=1.1, c=5.0)
+    assert list(verdict.scales) == [("c", 1)]
+    assert not verdict.refused
+    assert list(judged(guard, a=1.0, b=1.1, c=5.0).refused) == [("c", 1)]
+
+
 def test_two_sites_have_no_accounts() -> None:
     guard = Guard()
     for _ in range(100):
