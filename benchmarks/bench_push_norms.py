@@ -51,7 +51,7 @@ class WatchedGuard:
         self._judge = self.guard.judge
         self.guard.judge = self.judge  # type: ignore[method-assign]
 
-    def judge(self, pushes: Sequence[Weighed], plausible: float = 0.0, *, credit: float) -> Verdict:
+    def judge(self, pushes: Sequence[Weighed], plausible: float = 0.0, *, credit: float = CREDIT["updates"]) -> Verdict:
         """Ask the guard, and note what it says."""
         verdict = self._judge(pushes, plausible, credit=credit)
         self.pushes += sum(one.norm > 0 for one in pushes)

@@ -175,6 +175,16 @@ def test_what_is_usual_follows_the_training() -> None:
     assert not close(guard, a=1.0, b=1.0, c=15.0)
 
 
+@pytest.mark.parametrize("sites", ["abc", "ab", "abcd"])
+def test_norms_may_grow_at_all_sites_at_once(sites: str) -> None:
+    """As they do when the learning rate warms up, or `auto` chooses longer rounds."""
+    guard = warmed(10, **dict.fromkeys(sites, 0.01))
+    for norm in (0.1, 5.0, 500.0, 0.1, 500.0):
+        verdict = judged(guard, **{site: norm * (1 + place / 10) for place, site in enumerate(sites)})
+        assert not verdict.refused
+        assert not verdict.scales
+
+
 def test_what_is_refused_is_not_remembered() -> None:
     guard = warmed(a=1.0, b=1.0, c=1.0)
     before = guard.state()["c"].tolist()
@@ -288,7 +298,7 @@ def judged(guard: Guard, *, weights: dict[str, float] | None = None, final: str 
     return guard.judge(found)
 
 
-def counted(guard: Guard, rounds: int, *, claims: float = 1.0, **norms: float) -> float:
+def counted(guard: Guard, rounds: int, *, claims: float = 1.0, **norms: Any) -> float:
     """What "c" adds in so many rounds."""
     total = 0.0
     for _ in range(rounds):
@@ -307,7 +317,7 @@ def test_in_any_rounds_a_site_adds_less_than_the_others_together(norm: float, cl
 
 
 def test_more_sites_may_differ_more() -> None:
-    norms = dict.fromkeys("abdefghi", 1.0)
+    norms: dict[str, Any] = dict.fromkeys("abdefghi", 1.0)
     assert counted(Guard(), 100, c=5.9, **norms) == pytest.approx(590.0), "eight others add more than 0.75 * 8"
     assert counted(Guard(), 100, c=5.9, a=1.0, b=1.0, d=1.0) < 50
 
@@ -342,6 +352,25 @@ def test_a_site_that_sends_nothing_gets_nobody_into_debt() -> None:
         verdict = judged(guard, a=1.0, b=1.4, c=1e-9)
         assert not verdict.refused
         assert not verdict.scales
+
+
+def test_a_site_that_is_late_or_lost_still_stands_for_what_is_usual() -> None:
+    guard = warmed(10, a=1.0, b=1.0, c=1.0)
+    assert counted(guard, 50, a=1.0, c=5.0) <= CREDIT["updates"] + 1.5 * 50
+    for _ in range(50):
+        verdict = judged(guard, a=1.2, c=0.5)
+        assert not verdict.refused
+        assert not verdict.scales, "two that go on without the third are limited by nothing"
+
+
+def test_a_site_that_has_just_joined_counts_in_full_and_limits_a_large_one() -> None:
+    guard = Guard()
+    for _ in range(20):
+        judged(guard, a=1.0, c=5.0)
+    verdict = judged(guard, a=1.0, b=1.1, c=5.0)
+    assert list(verdict.scales) == [("c", 1)]
+    assert not verdict.refused
+    assert list(judged(guard, a=1.0, b=1.1, c=5.0).refused) == [("c", 1)]
 
 
 def test_two_sites_have_no_accounts() -> None:

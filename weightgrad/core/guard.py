@@ -2,8 +2,8 @@
 
 A push is refused when it comes if it cannot be decoded, if its segments lie outside the global model or overlap, or if
 it holds NaN or Inf or values that would soon overflow. When its round closes, its norm is compared, from the first push
-on. A site's usual norm u is the median of its last `window` accepted pushes, or before there are any, the norm of its
-push in this round. With U the upper median of the usual norms of the other sites,
+on. A site's usual norm u is the median of its last `window` accepted pushes. With U the upper median over the other
+sites of what each pushes now or usually, what is more,
 
     three or more sites:    norm <= factor * U
     two sites:              norm <= factor * max(U, u); before there is a u, norm <= max(factor * U, plausible)
@@ -140,7 +140,9 @@ class Guard:
         for one in pushes:
             now[one.push.site] = max(one.norm, now.get(one.push.site, 0.0))
         usual = {site: statistics.median(norms) for site, norms in self._norms.items()}
-        seen = {**{site: norm for site, norm in now.items() if norm > 0}, **usual}
+        # Norms may grow a hundredfold from one round to the next, at all sites at once: warm-up, another schedule.
+        both = {site: max(now.get(site, 0.0), usual.get(site, 0.0)) for site in now.keys() | usual.keys()}
+        seen = {site: norm for site, norm in both.items() if norm > 0}
         verdict = Verdict()
         added = self._added(pushes, usual)
         good: list[tuple[Weighed, float]] = []
