@@ -25,8 +25,8 @@ from weightgrad.core.global_model import digest_of, segments_of
 from weightgrad.core.layout import Layout
 from weightgrad.errors import LinkError, RunError
 from weightgrad.runtime.admission_messages import AdmissionRequest, parse_reply
-from weightgrad.runtime.rank_connection import rank_request
 from weightgrad.runtime.security.credentials import Credentials
+from weightgrad.runtime.server_entry import rank_request
 from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_settings import channel_options

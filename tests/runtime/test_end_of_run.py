@@ -15,7 +15,8 @@ from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.deployment import run_config
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.server_watch import ServerWatch
-from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer
+from weightgrad.runtime.transport.in_memory import InMemoryNetwork
+from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import Peer, SessionStatus
 from weightgrad.wire.message_bytes import unpack
 from weightgrad.wire.messages import Leave
@@ -58,7 +59,7 @@ def test_a_server_goes_on_while_a_global_model_is_under_way(monkeypatch: pytest.
     server = GlobalServer(run_config(tiny("baseline", workers=1)), options, transport)
     left = [10**9]
     core = SimpleNamespace(members=Members({"west": Member("west", done=True)}))
-    monkeypatch.setattr(server, "rounds", SimpleNamespace(coordinator=core))
+    monkeypatch.setattr(server.inputs, "rounds", SimpleNamespace(coordinator=core))
     monkeypatch.setattr(transport, "sessions", lambda: {Peer("west", 0): SessionStatus("1", 4, left[0])})
     server.end.finished_since = time.monotonic() - 1e6
     assert server.end.should_continue()
@@ -168,7 +169,7 @@ def test_a_site_that_pushes_nothing_any_more_does_not_keep_the_server(
     monkeypatch.setattr("weightgrad.runtime.end_of_run.time", SimpleNamespace(monotonic=lambda: now[0]))
     members = Members({"east": Member("east", live=False, done=True), "west": Member("west")})
     core = SimpleNamespace(members=members, timeout=lambda: 30.0)
-    monkeypatch.setattr(server, "rounds", SimpleNamespace(coordinator=core))
+    monkeypatch.setattr(server.inputs, "rounds", SimpleNamespace(coordinator=core))
     peers = {Peer("west", 0): SessionStatus("1", 4, 0)} if connected else {}
     monkeypatch.setattr(server.transport, "sessions", lambda: peers)
     limit = 30 + (3600 if connected else 120)

@@ -25,12 +25,16 @@ from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError, RefusedError
 from weightgrad.runtime.admission_messages import rank_reply
 from weightgrad.runtime.entry import Entry
-from weightgrad.runtime.rank_connection import RankConnection, ServerLink, rank_request
+from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.server_entry import rank_request
+from weightgrad.runtime.server_link import ServerLink
 from weightgrad.runtime.session import Site, join
 from weightgrad.runtime.telemetry import SiteTelemetry
-from weightgrad.runtime.transport.in_memory import InMemoryClient, InMemoryNetwork, InMemoryServer
+from weightgrad.runtime.transport.in_memory import InMemoryNetwork
+from weightgrad.runtime.transport.in_memory_client import InMemoryClient
+from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import ClientTransport, LinkEvent, Outgoing, Peer
 from weightgrad.runtime.transport.transport import joined as one_buffer
 from weightgrad.wire.intervals import Intervals
@@ -297,7 +301,7 @@ def test_a_rank_says_everything_again_to_a_process_that_was_restarted() -> None:
     assert isinstance(second, PushPart)
     assert (first.round, [one.start for one in first.segments], first.last) == (7, [4], True)
     assert (second.round, second.segments, second.last) == (8, (), True)
-    assert connection.links[1].collected is None
+    assert not connection.links[1].download
     assert not lines[0].sent
     assert not lines[0].entered
 

@@ -23,7 +23,8 @@ from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions, _closes
 from weightgrad.runtime.server_group import ServerGroup
 from weightgrad.runtime.server_worker import ServerWorker
-from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer
+from weightgrad.runtime.transport.in_memory import InMemoryNetwork
+from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import EntryRequest, Outgoing, Peer, joined
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack

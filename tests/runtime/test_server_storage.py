@@ -22,7 +22,8 @@ from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.server_storage import Input, ServerStorage
-from weightgrad.runtime.transport.in_memory import InMemoryNetwork, InMemoryServer
+from weightgrad.runtime.transport.in_memory import InMemoryNetwork
+from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import EntryRequest, Outgoing, Peer, joined
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack, unpack

@@ -20,8 +20,10 @@ from weightgrad.runtime.admission_messages import AdmissionReply, AdmissionReque
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.link_monitor import LinkMonitor
 from weightgrad.runtime.process_group import SiteGroup
-from weightgrad.runtime.rank_connection import RankConnection, ServerLink, enter, rank_request
+from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem, diagnose
+from weightgrad.runtime.server_entry import enter, rank_request
+from weightgrad.runtime.server_link import ServerLink
 from weightgrad.runtime.server_watch import ServerWatch
 from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.grpc_client import GrpcClient

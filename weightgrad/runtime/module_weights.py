@@ -321,10 +321,3 @@ def _joined(parts: Sequence[Tensor], stretches: Sequence[Stretch], out: Tensor) 
     for stretch, part in zip(stretches, parts, strict=True):
         out[stretch.offset : stretch.offset + stretch.size].copy_(part)
     return out[: sum(part.numel() for part in parts)]
-
-
-def gradients_of(weights: ModuleWeights, layout: Layout) -> ModuleWeights:
-    """The gradients of the same parameters; a parameter without a gradient counts as zero."""
-    return ModuleWeights(
-        weights.parameters, layout, weights.held, source=lambda parameter: parameter.grad, copies=weights.copies
-    )

@@ -4,27 +4,26 @@ Bytes move in the transport's threads while the rank computes. Only the training
 at the steps where something is decided.
 
 Rank 0 also speaks with the coordinator of the server (server process 0), on the control lane. Parts of round results
-are collected until they are complete. Parts of a download are kept in the order in which they came, together with the
-results between them, until the rank is told to load them.
+are collected until they are complete, and parts of a download until the rank is told to load them
+(`runtime/server_link.py`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from weightgrad.core.site_shard import LoadOrder, SiteShard
-from weightgrad.errors import LinkError, ProtocolError, RefusedError
-from weightgrad.runtime.admission_messages import RankRequest, rank_sends_model
+from weightgrad.errors import LinkError, ProtocolError
+from weightgrad.runtime.admission_messages import rank_sends_model
 from weightgrad.runtime.link_monitor import LinkMonitor
-from weightgrad.runtime.security.tls_check import TlsProblem
+from weightgrad.runtime.server_link import ServerLink
 from weightgrad.runtime.server_watch import ServerWatch
 from weightgrad.runtime.telemetry import SiteTelemetry
-from weightgrad.runtime.transport.transport import ClientTransport, LinkEvent
+from weightgrad.runtime.transport.transport import LinkEvent
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import to_buffers, unpack
 from weightgrad.wire.message_parts import ResultAssembly, of_holder
@@ -45,37 +44,12 @@ from weightgrad.wire.messages import (
 
 log = logging.getLogger("weightgrad")
 
-_RETRY_S = 0.5
 _ENTER_S = 1.0  # to wait for a process that was restarted, at a time
 _HANG_UP_S = 2.0  # for a last word to arrive
 _SAMPLE_S = 2.0  # between two looks at the sockets
 
 FirstParts = Callable[[Intervals], Sequence[ModelPart]]
 """Makes the parts of this rank's weights that a server process serves."""
-
-Diagnose = Callable[[], TlsProblem | None]
-"""Finds out why the server cannot be reached; None if no reason was found."""
-
-
-@dataclass
-class ServerLink:
-    """The connection to one server process.
-
-    Attributes:
-        client: the transport.
-        served: the elements that the process serves, of those that the rank holds.
-        request: what the rank says to be admitted; rank 0 has another way with the coordinator.
-        collected: a download and the results between its parts, in order; None if no download has begun.
-        loaded: the version of the last download; results up to it are in it already.
-        gone: whether the process was restarted and has not let the rank in again.
-    """
-
-    client: ClientTransport
-    served: Intervals
-    request: bytes
-    collected: deque[ModelPart | ResultPart] | None = None
-    loaded: int = -1
-    gone: bool = False
 
 
 @dataclass
@@ -232,11 +206,9 @@ class RankConnection:
     def _take(self, number: int, link: ServerLink, data: memoryview) -> None:
         message = unpack(data)
         if isinstance(message, ModelPart):
-            link.collected = deque() if link.collected is None else link.collected
-            link.collected.append(message)
+            link.download.add_part(message)
         elif isinstance(message, ResultPart):
-            if link.collected is not None and not _ends(link.collected):
-                link.collected.append(message)  # what is loaded before it does not contain it
+            link.download.add_result(message)
             self.results.add(number, message)
         elif isinstance(message, Holding):
             raise ProtocolError("the server sent a Holding, which only ranks send")
@@ -264,7 +236,7 @@ class RankConnection:
 
     def _come_again(self, number: int, link: ServerLink) -> None:
         """A server process was restarted: what it had sent is void, and everything has to be said again."""
-        link.collected, link.loaded = None, -1
+        link.download.forget()
         self._interrupted = self._interrupted or self._loading
         self.results.forget(number)
         if number == 0 and self.rank == 0 and self.rejoin is not None:
@@ -305,14 +277,14 @@ class RankConnection:
     def has_result(self, version: int) -> bool:
         """Whether this rank has all values of a result that it needs."""
         return all(
-            link.loaded >= version or self.results.complete_from(version, number)
+            link.download.loaded >= version or self.results.complete_from(version, number)
             for number, link in self.links.items()
             if link.served
         )
 
     def take_result(self, result: RoundResult) -> RoundResult:
         """A result with the values for this rank, all of which are here."""
-        ahead = {number for number, link in self.links.items() if link.loaded >= result.version}
+        ahead = {number for number, link in self.links.items() if link.download.loaded >= result.version}
         return self.results.take(result, without=ahead)
 
     def load(self, order: LoadOrder, shard: SiteShard, reply: JoinReply) -> bool:
@@ -341,25 +313,15 @@ class RankConnection:
 
     def has_download(self) -> bool:
         """Whether a whole download has come to this rank."""
-        return all(link.collected is not None and _ends(link.collected) for link in self.links.values() if link.served)
+        return all(link.download.complete for link in self.links.values() if link.served)
 
     def _load_from(self, link: ServerLink, shard: SiteShard) -> bool:
         while True:
-            while not link.collected:
+            while not link.download:
                 self.poll(0.2)
                 if self._interrupted:
                     return False
-            message = link.collected.popleft()
-            if isinstance(message, ResultPart):
-                result = RoundResult(version=message.version, round=0, step=0, segments=message.segments)
-                shard.load_result(replace(result, relayed=message.relayed))
-                link.loaded = max(link.loaded, message.version if message.last else -1)
-                continue
-            for segment in message.segments:
-                shard.load(message.vector, segment)
-            if message.last:
-                link.loaded = max(link.loaded, message.version)
-                link.collected = None
+            if link.download.load_next(shard):
                 return True
 
     # -- the end -------------------------------------------------------------------------------
@@ -401,48 +363,3 @@ class RankConnection:
 
 def _first_element(segment: Segment) -> Intervals:
     return Intervals(((segment.start, segment.start + 1),))
-
-
-def _ends(collected: deque[ModelPart | ResultPart]) -> bool:
-    return any(isinstance(one, ModelPart) and one.last for one in collected)
-
-
-def rank_request(site: str, rank: int) -> bytes:
-    """What a rank says to a server process to be admitted."""
-    return RankRequest(site=site, rank=rank).pack()
-
-
-def enter(client: ClientTransport, request: bytes, *, timeout: float, diagnose: Diagnose | None = None) -> bytes:
-    """Ask a server process to be admitted, again and again until it answers.
-
-    Args:
-        client: the connection.
-        request: what is said.
-        timeout: seconds to wait for a server that is not there yet.
-        diagnose: finds out why it cannot be reached.
-
-    Returns:
-        The reply.
-
-    Raises:
-        RefusedError: the server refused, or the certificates do not fit.
-        LinkError: the server could not be reached in time.
-    """
-    until, warned = time.monotonic() + timeout, False
-    while True:
-        try:
-            return client.enter(request, timeout=max(1.0, min(10.0, timeout)))
-        except LinkError as error:
-            problem = diagnose() if diagnose is not None else None
-            if problem is not None and problem.is_final and diagnose is not None:
-                time.sleep(1.0)  # a server that is being stopped disconnects in the same way
-                before, problem = problem, diagnose()
-                if problem == before:
-                    raise RefusedError(problem.reason) from error
-            reason = "" if problem is None else problem.reason
-            if time.monotonic() > until:
-                raise LinkError(f"{error}" + (f" ({reason})" if reason else "")) from error
-            if not warned:
-                log.warning("%s; trying again", reason or error)
-            warned = True
-            time.sleep(_RETRY_S)

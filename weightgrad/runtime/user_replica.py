@@ -22,9 +22,9 @@ from weightgrad.core.optimizer_options import numbers_of, put_numbers
 from weightgrad.core.optimizers import put_rates, rates_of
 from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.kernels import fixed
+from weightgrad.runtime.module_gradients import write_gradient
 from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.optimizer_set import Options, set_of
-from weightgrad.runtime.rank_step import write_gradient
 from weightgrad.runtime.replicas import ReplicaExchange
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment

@@ -10,7 +10,8 @@ import pytest
 
 from weightgrad.event_log import EventLog
 from weightgrad.lab.page.run_reader import RunReader
-from weightgrad.lab.page.run_state import RunState, thin
+from weightgrad.lab.page.run_state import RunState
+from weightgrad.lab.page.run_view import run_view
 
 RECIPE = {
     "server": {"name": "ohio"},
@@ -34,8 +35,8 @@ def round_(t: float, version: int, pushes: list[list[Any]], **more: Any) -> tupl
 
 
 def test_sites_of_a_template_are_there_from_the_start() -> None:
-    assert [site["name"] for site in state().view()["sites"]] == ["virginia", "edge-1", "edge-2"]
-    assert state().view()["status"] == "waiting"
+    assert [site["name"] for site in run_view(state())["sites"]] == ["virginia", "edge-1", "edge-2"]
+    assert run_view(state())["status"] == "waiting"
 
 
 def test_clocks_of_sites_are_put_beside_the_servers() -> None:
@@ -49,46 +50,46 @@ def test_clocks_of_sites_are_put_beside_the_servers() -> None:
     )
     assert found.sites["virginia"].offset == pytest.approx(10.0)
     assert found.sites["edge-1"].offset == pytest.approx(6.0)
-    last = found.view()["last_round"]
+    last = run_view(found)["last_round"]
     assert last["late"] == "virginia"  # it pushed at 12.0, edge-1 at 11.8
     assert last["margin"] == pytest.approx(0.2)
-    virginia = found.view()["sites"][0]
+    virginia = run_view(found)["sites"][0]
     assert (virginia["up_bytes"], virginia["down_bytes"], virginia["rounds"]) == (400, 200, 2)
     assert virginia["exchange_seconds"] == pytest.approx(1.5)
 
 
 def test_a_lost_connection_is_a_fault_until_it_is_back() -> None:
     found = state(("", {"kind": "site_joined", "t": 0.0, "site": "virginia", "version": 0}))
-    assert found.view()["sites"][0]["connected"] is True
+    assert run_view(found)["sites"][0]["connected"] is True
     found.add("", {"kind": "connection", "t": 3.0, "site": "virginia", "up": False, "left": False})
-    view = found.view()
+    view = run_view(found)
     assert view["sites"][0]["connected"] is False
     assert view["sites"][0]["cuts"] == 1
     found.add("", {"kind": "connection", "t": 5.0, "site": "virginia", "up": True, "left": False})
-    view = found.view()
+    view = run_view(found)
     assert view["sites"][0]["connected"] is True
     assert [fault["kind"] for fault in view["faults"]] == ["recovery", "fault"]
 
 
 def test_leaving_in_order_is_no_fault() -> None:
     found = state(("", {"kind": "connection", "t": 3.0, "site": "virginia", "up": False, "left": True}))
-    assert found.view()["faults"] == []
-    assert found.view()["sites"][0]["finished"] is True
+    assert run_view(found)["faults"] == []
+    assert run_view(found)["sites"][0]["finished"] is True
 
 
 def test_a_cut_lasts_until_it_heals() -> None:
     found = state(("", {"kind": "fault", "t": 1.0, "what": "cut", "where": ["ohio", "virginia"]}))
-    assert found.view()["sites"][0]["cut"] is True
+    assert run_view(found)["sites"][0]["cut"] is True
     found.add("", {"kind": "fault", "t": 2.0, "what": "heal", "where": ["ohio", "virginia"]})
-    assert found.view()["sites"][0]["cut"] is False
+    assert run_view(found)["sites"][0]["cut"] is False
 
 
 def test_when_a_simulated_site_waited_is_not_known() -> None:
     found = state(("virginia", {"kind": "site", "t": 9.0, "site": "virginia", "waiting_seconds": 4.0}))
-    assert found.view()["sites"][0]["waiting_seconds"] == 4.0
-    assert found.view()["sites"][0]["waiting_share"] is None
+    assert run_view(found)["sites"][0]["waiting_seconds"] == 4.0
+    assert run_view(found)["sites"][0]["waiting_share"] is None
     found = state(("virginia", {"kind": "site", "t": 9.0, "site": "virginia", "waiting_seconds": 0.0}))
-    assert found.view()["sites"][0]["waiting_share"] == 0.0
+    assert run_view(found)["sites"][0]["waiting_share"] == 0.0
 
 
 def test_decisions_agreement_and_dollars() -> None:
@@ -97,7 +98,7 @@ def test_decisions_agreement_and_dollars() -> None:
         ("", {"kind": "schedule", "t": 1.0, **schedule}),
         round_(3600.0, 1, [["virginia", 1]], common=10, same=7),
     )
-    view = found.view(dollars_gb=1e9)
+    view = run_view(found, dollars_gb=1e9)
     assert view["decisions"][0]["why"] == "because"
     assert view["agreement"] == pytest.approx(0.7)
     assert view["dollars"] == pytest.approx(300 + 3 * 100)
@@ -110,18 +111,12 @@ def test_steps_and_waits_share_the_timeline() -> None:
         ("", {"kind": "wait", "t": 1.5, "site": "virginia", "step": 1, "seconds": 0.5, "why": "result"}),
         ("", {"kind": "step", "t": 2.0, "site": "virginia", "step": 2, "loss": None}),
     ]
-    view = state(*lines).view()
+    view = run_view(state(*lines))
     (own,) = view["timeline"]["sites"]
     assert own["steps"] == [[1.5, 2.0, 2]]
     assert own["waits"] == [(1.0, 1.5, "result")]
     assert view["loss"] == {"virginia": [(1, 2.0)]}
     json.dumps(view, allow_nan=False)
-
-
-def test_curves_are_thinned_and_keep_their_end() -> None:
-    points = [(step, float(step)) for step in range(5000)]
-    assert len(thin(points)) <= 402
-    assert thin(points)[-1] == points[-1]
 
 
 def test_a_log_is_read_as_it_grows_and_anew_when_it_is_replaced(tmp_path: Path) -> None:
@@ -157,7 +152,7 @@ def test_what_is_sent_and_what_stays_behind() -> None:
         ("virginia", {"kind": "encoded", "t": 1.0, "round": 1, "seconds": 0.02, "residual": 4.0, "trip_seconds": 0.08}),
         round_(2.0, 1, [["virginia", 1], ["edge-1", 1]], norms={"virginia": 3.0}),
     )
-    virginia, edge, _ = found.view()["sites"]
+    virginia, edge, _ = run_view(found)["sites"]
     assert (virginia["encode_seconds"], virginia["residual"], virginia["push_norm"]) == (0.02, 4.0, 3.0)
     assert virginia["left_behind"] == pytest.approx(0.8)
     assert virginia["trip_seconds"] == 0.08
@@ -169,9 +164,9 @@ def test_what_the_operator_does_is_told() -> None:
         return "", {"kind": "operator", "t": t, "who": "weightgrad operator ann", "what": what, "where": list(where)}
 
     found = state(round_(1.0, 1, [["virginia", 1]]), did(2.0, "pause"), did(2.5, "set-aside", "edge-1"))
-    assert found.view()["status"] == "paused"
-    assert found.view()["faults"][0]["what"] == "weightgrad operator ann: set-aside edge-1"
-    assert found.view()["sites"][1]["aside"]
+    assert run_view(found)["status"] == "paused"
+    assert run_view(found)["faults"][0]["what"] == "weightgrad operator ann: set-aside edge-1"
+    assert run_view(found)["sites"][1]["aside"]
     for line in (
         did(3.0, "resume"),
         did(3.0, "take-back", "edge-1"),
@@ -179,7 +174,7 @@ def test_what_the_operator_does_is_told() -> None:
         did(5.0, "add", "x"),
     ):
         found.add(*line)
-    view = found.view()
+    view = run_view(found)
     assert view["status"] == "running"
     sites = {site["name"]: site for site in view["sites"]}
     assert (sites["edge-1"]["aside"], sites["edge-2"]["removed"], sites["x"]["removed"]) == (False, True, False)
@@ -213,7 +208,7 @@ def test_a_finished_run_says_what_a_live_one_said(tmp_path: Path) -> None:
     found = RunState(RECIPE, "run")
     for source, event in RunReader(tmp_path).new_events():
         found.add(source, event)
-    view = found.view()
+    view = run_view(found)
     assert [site["site"] for site in view["timeline"]["sites"]] == ["virginia", "edge-1"]
     assert view["up_bytes"] == 400, "each push is counted once"
     assert view["last_round"]["late"] is not None

@@ -13,7 +13,9 @@ from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 from weightgrad.runtime.transport.grpc_sessions import TransportLimits
 from weightgrad.runtime.transport.grpc_settings import Keepalive, channel_options
-from weightgrad.runtime.transport.in_memory import InMemoryClient, InMemoryNetwork, InMemoryServer
+from weightgrad.runtime.transport.in_memory import InMemoryNetwork
+from weightgrad.runtime.transport.in_memory_client import InMemoryClient
+from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.process_channels import ProcessChannels
 from weightgrad.runtime.transport.transport import ClientTransport, Peer, ServerTransport
 

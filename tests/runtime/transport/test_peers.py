@@ -11,7 +11,8 @@ from weightgrad.errors import RefusedError, SpecError
 from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_settings import channel_options
-from weightgrad.runtime.transport.in_memory import InMemoryClient, InMemoryNetwork
+from weightgrad.runtime.transport.in_memory import InMemoryNetwork
+from weightgrad.runtime.transport.in_memory_client import InMemoryClient
 from weightgrad.runtime.transport.transport import EntryRequest, LinkEvent, Peer, ServerTransport
 
 from .harness import LIMA, OSLO, TIMEOUT_S, RecordingApplication, exchange, receive, until, wait_event

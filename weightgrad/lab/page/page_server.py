@@ -24,6 +24,7 @@ import yaml
 from weightgrad.errors import LinkError, RunError, WeightGradError
 from weightgrad.lab.page.run_reader import RunReader
 from weightgrad.lab.page.run_state import RunState
+from weightgrad.lab.page.run_view import run_view
 from weightgrad.runtime.security import credentials
 from weightgrad.runtime.security.tls_check import is_loopback
 
@@ -71,7 +72,7 @@ class RunWatcher:
                 self._reader, self._state = RunReader(self.directory), self._new_state()
             for source, event in self._reader.new_events():
                 self._state.add(source, event)
-            self._view = {**self._state.view(), "certificates": certificate_days(self._certificates)}
+            self._view = {**run_view(self._state), "certificates": certificate_days(self._certificates)}
             self._looked = now
             return self._view
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightgrad.runtime.transport.transport import LinkEvent, Peer, Traffic
 
 if TYPE_CHECKING:
-    from weightgrad.runtime.transport.in_memory import InMemoryServer
+    from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 
 
 class LaneQueues:
