@@ -29,7 +29,7 @@ class Gan:
         with seeded(5):
             self.g = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
             self.d = nn.Sequential(nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
-        self.og = torch.optim.Adam(self.g.parameters(), lr=0.01, betas=(0.5, 0.99))
+        self.og: torch.optim.Optimizer = torch.optim.Adam(self.g.parameters(), lr=0.01, betas=(0.5, 0.99))
         self.od = torch.optim.SGD(self.d.parameters(), lr=0.1, momentum=0.9)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.od, 2, gamma=0.5)
 
@@ -73,10 +73,12 @@ def reference(order: str = "dg") -> Tensor:
 def train(gan: Gan, name: str, order: str = "dg", steps: int = STEPS) -> None:
     for step in range(steps):
         for which in order:
-            optimizer = gan.od if which == "d" else gan.og
+            optimizer, other = (gan.od, gan.g) if which == "d" else (gan.og, gan.d)
+            other.requires_grad_(False)  # as Lightning's toggle_optimizer does
             optimizer.zero_grad()
             gan.d_backward(name, step) if which == "d" else gan.g_backward(name, step)
             optimizer.step()
+            other.requires_grad_(True)
         gan.schedule.step()
 
 

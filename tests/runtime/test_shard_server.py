@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weightgrad.codecs import Fp32
+from weightgrad.codecs import Fp32, decode
 from weightgrad.core import pieces
 from weightgrad.core.close_order import ClosedPush, CloseOrder
 from weightgrad.core.global_model import GlobalModel
@@ -36,10 +36,17 @@ EAST, WEST_0, WEST_1 = Peer("east", 0), Peer("west", 0), Peer("west", 1)
 class Process:
     """A server process whose messages are collected."""
 
-    def __init__(self, served: Intervals = WHOLE, kept_bytes: int = 1 << 20, *, elsewhere: bool = False) -> None:
+    def __init__(
+        self,
+        served: Intervals = WHOLE,
+        kept_bytes: int = 1 << 20,
+        *,
+        elsewhere: bool = False,
+        optimizer: tuple[str, dict[str, float]] | None = None,
+    ) -> None:
         layout = Layout.of_shapes([("weight", (NUMEL,))])
         first = torch.zeros(served.numel)
-        model = GlobalModel(layout, first, optimizer=None, rate=lambda _: 0.1, held=served, elsewhere=elsewhere)
+        model = GlobalModel(layout, first, optimizer=optimizer, rate=lambda _: 0.1, held=served, elsewhere=elsewhere)
         shard = ServerShard(model, STRATEGY.for_server().for_shard, 1, MemoryResultLog(kept_bytes))
         self.sent: list[tuple[Peer, Bulk]] = []
         self.waiting: dict[Peer, int | None] = {}
@@ -233,8 +240,12 @@ def test_a_site_gets_the_results_it_has_missed_when_all_ranks_are_there() -> Non
     assert sorted(found) == [(WEST_0, 2), (WEST_0, 3), (WEST_1, 2), (WEST_1, 3)]
 
 
-def test_where_only_sites_step_a_download_is_the_first_model_and_all_rounds_since() -> None:
-    process = Process(elsewhere=True)
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_where_gradients_are_shared_a_download_is_of_the_version_that_was_told_and_rounds_follow(
+    elsewhere: bool,
+) -> None:
+    """The optimizer's scalars went with the reply; vectors of a later version would not fit them."""
+    process = Process(elsewhere=elsewhere, optimizer=None if elsewhere else ("adam", {"lr": 0.1}))
     process.hold(EAST, WHOLE)
     process.server.provide(Provision(site="west", epoch=1, since=None, whole=True, codec=None))
     process.server.push_part(part(EAST, segment(0, *[1.0] * NUMEL)))
@@ -247,6 +258,7 @@ def test_where_only_sites_step_a_download_is_the_first_model_and_all_rounds_sinc
     assert isinstance(result, ResultPart)
     assert result.version == 1
     assert result.segments
+    assert torch.equal(decode(model.segments[0].payload), torch.zeros(NUMEL))
 
 
 def test_what_is_owed_to_processes_that_are_gone_is_not_sent_to_the_next() -> None:

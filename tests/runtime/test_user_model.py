@@ -88,16 +88,17 @@ def test_a_site_that_cannot_share_gradients_says_why_and_refuses_such_a_strategy
         user.trained(strategy, reply_to(user, strategy))
 
 
-def test_several_optimizers_are_told_by_kind_and_cannot_share_gradients() -> None:
+def test_several_optimizers_are_told_as_one_that_only_sites_can_make() -> None:
     model = network()
     user = UserModel(model, [Adam(model[0].parameters()), SGD(model[2].parameters(), lr=0.1)], SiteGroup())
-    assert user.optimizer_told() == {
-        "kind": "Adam",
-        APART: "it has 2 optimizers, and with shared gradients one steps at every site",
-    }
-    user.check_strategy(strategies.find("diloco"))
+    told = user.optimizer_told()
+    assert (told["kind"], told[AT_SITES]) == ("Adam+SGD", True)
+    assert [indices for indices, _ in told["groups"]] == [[0, 1], [2]]
+    assert APART not in told
+    for name in ("diloco", "baseline"):
+        user.check_strategy(strategies.find(name))
     with pytest.raises(StrategyError, match="2 optimizers"):
-        user.check_strategy(strategies.find("baseline"))
+        user.check_strategy(strategies.find("onebit"))
 
 
 def test_an_optimizer_with_a_state_is_the_sites_own() -> None:

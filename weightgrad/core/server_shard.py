@@ -257,7 +257,20 @@ class ServerShard:
 
     # -- downloads -----------------------------------------------------------------------------
 
-    def model_parts(self, held: Intervals, codec: Codec | None = None) -> Iterator[ModelPart]:
+    def model_now(self) -> tuple[int, dict[str, Tensor]]:
+        """The version of the global model and copies of its vectors, for a site that is sent them later.
+
+        Where gradients are shared, the vectors must be of the version of which the site has been told the optimizer's
+        other state. Where only sites step the model stays the first one, and nothing is copied.
+        """
+        model = self.global_model
+        if model.elsewhere:
+            return 0, model.vectors()
+        return model.version, {name: vector.clone() for name, vector in model.vectors().items()}
+
+    def model_parts(
+        self, held: Intervals, codec: Codec | None = None, then: tuple[int, Mapping[str, Tensor]] | None = None
+    ) -> Iterator[ModelPart]:
         """The global model for a rank, in parts that are made when they are asked for, and not before.
 
         Rounds may close in between. A part has the results of all rounds that closed before it was asked for: a site
@@ -266,11 +279,12 @@ class ServerShard:
         Args:
             held: what the rank holds.
             codec: a lossy codec for the vectors that bear it; None sends everything exact.
+            then: what `model_now` returned; None: the model as it is when a part is asked for.
         """
-        vectors = sorted(self.global_model.vectors().items())
+        now = 0 if self.global_model.elsewhere else self.global_model.version
+        version, found = (now, self.global_model.vectors()) if then is None else then
         cut = pieces.cut(held & self.served, self.layout, per_tensor=False)
-        version = 0 if self.global_model.elsewhere else self.global_model.version
-        return self._model_parts(version, vectors, cut, codec)
+        return self._model_parts(version, sorted(found.items()), cut, codec)
 
     def _model_parts(
         self, version: int, vectors: Sequence[tuple[str, Tensor]], cut: Sequence[Piece], codec: Codec | None

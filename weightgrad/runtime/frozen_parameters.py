@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from weightgrad.errors import StrategyError
 from weightgrad.kernels.digest import digest
@@ -42,8 +43,12 @@ class FrozenParameters:
         """A digest of the values of each, by name; those that are sharded over ranks are left out."""
         return {name: f"{value_digest(p):016x}" for name, p in self._others if not is_sharded(p)}
 
-    def check(self) -> None:
+    def check(self, stepping: Optimizer | None = None) -> None:
         """See whether the same parameters are trained as when the site was prepared.
+
+        Args:
+            stepping: The one of several optimizers that steps; the parameters of others may be frozen meanwhile, as
+                Lightning's `toggle_optimizer` does. None: all.
 
         Raises:
             StrategyError: One is trained that is not shared; or one is frozen with which replicas would still step.
@@ -55,8 +60,9 @@ class FrozenParameters:
                     'before prepare(), or say prepare(frozen="shared") at every site, with a strategy that shares '
                     "updates"
                 )
+        own = None if stepping is None else {id(p) for group in stepping.param_groups for p in group["params"]}
         for one in self._shared if self.gradients_shared else ():
-            if not one.parameter.requires_grad:
+            if not one.parameter.requires_grad and (own is None or id(one.parameter) in own):
                 raise StrategyError(
                     f"{one.name} was trained when the site was prepared and is frozen now: with shared gradients its "
                     "momentum and weight decay would go on. Freeze it before prepare(), or take a strategy that shares "

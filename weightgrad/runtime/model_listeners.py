@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from weightgrad.runtime.load_guard import LoadGuard
@@ -37,7 +38,6 @@ class ModelListeners:
             if gradients
             else [p for one in user.optimizers for group in one.param_groups for p in group["params"]],
         )
-        watches = (user.unshared.check, self._guard.check)
         alone = len(user.optimizers) == 1
         self._hooks = [
             StepHooks(
@@ -45,7 +45,7 @@ class ModelListeners:
                 site,
                 training if alone else self._steps.of(number),
                 group,
-                watches,
+                (partial(user.unshared.check, None if alone else optimizer), self._guard.check),
                 given if alone else None,
             )
             for number, optimizer in enumerate(user.optimizers)

@@ -8,8 +8,10 @@ costs the server no second copy of the model. Rounds that close meanwhile are se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from weightgrad.codecs import Codec
 from weightgrad.core import pieces
@@ -62,6 +64,7 @@ class _Site:
     begun: dict[int, int] = field(default_factory=dict)  # by round: the version at which its first part came
     owed: Provision | None = None  # to be sent when all ranks have said what they hold
     missed: list[RoundResult] | None = None  # with it: the results that the site needs; None: the whole model
+    then: tuple[int, Mapping[str, Tensor]] | None = None  # with it: the model that the results follow on
 
     @property
     def ready(self) -> bool:
@@ -251,13 +254,16 @@ class ShardServer:
     def provide(self, provision: Provision) -> None:
         """Send a site what it needs to join, now or when all of its ranks have said what they hold."""
         site = self._sites.setdefault(provision.site, _Site())
-        site.owed, site.missed = provision, None
+        site.owed, site.missed, site.then = provision, None, None
         if provision.since is not None:
             # Now: they may be forgotten when the last rank has come, and the site has been told that it gets them.
             missed = self.shard.log.since(provision.since, self.shard.global_model.version)
             site.missed = None if missed is None else list(missed)
-        elif self.shard.global_model.elsewhere:
-            site.missed = []  # the model here is the first one whenever it goes out: rounds that close before count
+        elif provision.whole and self.shard.global_model.takes_gradients:
+            # The site has been told the optimizer's scalars of this version: it gets these vectors, and what closes
+            # before they go out comes as results.
+            waits = not site.ready or provision.epoch not in (None, site.epoch)
+            site.then, site.missed = self.shard.model_now() if waits else None, []
         self._pay(provision.site)
 
     def _pay(self, name: str) -> None:
@@ -268,12 +274,13 @@ class ShardServer:
         missed, site.owed, site.missed = site.missed, None, None
         if owed.whole or missed is None:
             self._send_model(name, site, owed)
+        site.then = None
         for result in missed or ():
             self._send_result(name, site, result)
 
     def _send_model(self, name: str, site: _Site, owed: Provision) -> None:
         for rank, held in site.held.items():
-            parts = self.shard.model_parts(held, owed.codec)
+            parts = self.shard.model_parts(held, owed.codec, site.then)
             if self.shard.global_model.takes_gradients:
                 # Its optimizer moves all vectors at once, so the parts must be of one version.
                 for part in list(parts):
@@ -313,7 +320,7 @@ class ShardServer:
         """After a restart: ranks connect anew and say again what they hold; nobody is sent anything before."""
         for site in self._sites.values():
             site.held = {}
-            site.owed = site.missed = None
+            site.owed = site.missed = site.then = None
         self._downloads.clear()
 
     @property
