@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -72,3 +73,30 @@ def test_live_bytes_follow_what_is_freed() -> None:
         del b, c
     assert live.now == 0
     assert live.peak == 8000
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 16)
+        self.last = nn.Linear(16, 50, bias=False)
+        self.last.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.tokens(x)).transpose(1, 2)
+        return scores
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_model_of_the_meta_device_counts_as_any_other(dtype: torch.dtype | None) -> None:
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return _Tied()
+
+    def inputs() -> torch.Tensor:
+        return torch.zeros(2, 8, dtype=torch.int64)
+
+    found, usual = (cost_of(build, ADAMW, inputs=inputs, batch=2, dtype=dtype) for build in (on_meta, _Tied))
+    assert found == usual
+    assert found.layout.numel == 800  # the shared matrix once
+    assert found.parameter_bytes == 800 * (4 if dtype is None else 2)

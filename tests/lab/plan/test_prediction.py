@@ -8,10 +8,11 @@ import pytest
 
 from weightgrad.core import strategies
 from weightgrad.lab.plan.decision import auto_decision
+from weightgrad.lab.plan.plan import wan_range
 from weightgrad.lab.plan.prediction import crossover_bit_s, predict, steps_to_play
 from weightgrad.lab.plan.scenario import Scenario, of_recipe
 from weightgrad.lab.recipes.recipe import Recipe
-from weightgrad.lab.run.simulation import simulate
+from weightgrad.lab.run.simulation import fitted_strategy, simulate
 from weightgrad.lab.run.task import Training
 
 LAPTOP = Path(__file__).parents[3] / "recipes" / "laptop.yaml"
@@ -34,6 +35,29 @@ def test_time_and_bytes_are_the_simulators(name: str, recipe: Recipe, scenario: 
     found = predict(scenario, strategies.find(name))
     assert found.seconds == pytest.approx(run["virtual_seconds"], rel=0.10)
     assert found.wan_bytes == pytest.approx(run["wan_bytes"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "gaia", "weightgrad", "weightgrad-paper", "sparseloco"])
+def test_bytes_that_depend_on_the_data_lie_in_the_range(
+    name: str, recipe: Recipe, scenario: Scenario, tmp_path: Path
+) -> None:
+    run = simulate(recipe.with_settings([f"strategy={name}"]), tmp_path)
+    strategy = strategies.find(name)
+    found = wan_range(scenario, strategy, predict(scenario, strategy))
+    assert found is not None
+    assert found[0] <= run["wan_bytes"] <= found[1]
+
+
+def test_bytes_that_do_not_depend_on_the_data_have_no_range(scenario: Scenario) -> None:
+    strategy = strategies.find("qsgd")
+    assert wan_range(scenario, strategy, predict(scenario, strategy)) is None
+
+
+def test_auto_has_its_parts_for_the_optimizer(recipe: Recipe) -> None:
+    own = recipe.with_settings(["training.optimizer.name=adamw", "training.optimizer.momentum=0"])
+    found = of_recipe(own, Training(own).layout, {}).fitted(strategies.find("auto"))
+    assert found == fitted_strategy(own.with_settings(["strategy=auto"]), Training(own).layout.numel)
+    assert "codebook" in found.up
 
 
 @pytest.mark.parametrize("name", ["baseline", "terngrad", "powersgd", "diloco", "streaming", "weightgrad", "auto"])

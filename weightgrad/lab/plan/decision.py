@@ -22,7 +22,7 @@ def auto_decision(scenario: Scenario, step_seconds: float | None = None) -> Deci
         scenario: sites and links.
         step_seconds: of a step with what the workers of a site exchange; None: of computing alone.
     """
-    strategy = strategies.find("auto")
+    strategy = scenario.fitted(strategies.find("auto"))
     auto = strategy.auto
     assert auto is not None
     controller = auto.controller(scenario.layout.numel)

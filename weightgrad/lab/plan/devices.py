@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from weightgrad.errors import PlanError
 
 EFFICIENCY = 0.4
+RESERVED_GB = 1.0  # context, workspaces of cuBLAS and buffers of NCCL
 
 
 class Device(BaseModel):
@@ -28,6 +29,9 @@ class Device(BaseModel):
         memory_gb: its memory, in 10^9 bytes.
         memory_gb_s: the bandwidth of its memory, in 10^9 bytes a second.
         efficiency: the share of the peak that training reaches.
+        interconnect_gb_s: what it exchanges with the others of its machine (NVLink and its like), one way, in 10^9
+            bytes a second; None: no more than the network between machines carries.
+        reserved_gb: what driver and libraries keep of its memory; an estimate.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,28 +41,38 @@ class Device(BaseModel):
     memory_gb: float = Field(gt=0)
     memory_gb_s: float = Field(gt=0)
     efficiency: float = Field(default=EFFICIENCY, gt=0, le=1)
+    interconnect_gb_s: float | None = Field(default=None, gt=0)
+    reserved_gb: float = Field(default=RESERVED_GB, ge=0)
 
 
-def _device(tflops: float, tflops_fp32: float, memory_gb: float, memory_gb_s: float) -> Device:
-    return Device(tflops=tflops, tflops_fp32=tflops_fp32, memory_gb=memory_gb, memory_gb_s=memory_gb_s)
+def _device(
+    tflops: float, tflops_fp32: float, memory_gb: float, memory_gb_s: float, interconnect_gb_s: float | None = None
+) -> Device:
+    return Device(
+        tflops=tflops,
+        tflops_fp32=tflops_fp32,
+        memory_gb=memory_gb,
+        memory_gb_s=memory_gb_s,
+        interconnect_gb_s=interconnect_gb_s,
+    )
 
 
 DEVICES: Mapping[str, Device] = {
-    "V100": _device(125, 15.7, 32, 900),
+    "V100": _device(125, 15.7, 32, 900, 150),
     "T4": _device(65, 8.1, 16, 320),
     "A10": _device(125, 62.5, 24, 600),
-    "A100": _device(312, 156, 80, 2039),
-    "A100-40": _device(312, 156, 40, 1555),
+    "A100": _device(312, 156, 80, 2039, 300),
+    "A100-40": _device(312, 156, 40, 1555, 300),
     "L4": _device(121, 60, 24, 300),
     "L40S": _device(362, 183, 48, 864),
     "RTX3090": _device(71, 35.6, 24, 936),
     "RTX4090": _device(165, 82.6, 24, 1008),
-    "H100": _device(989, 495, 80, 3350),
-    "H200": _device(989, 495, 141, 4800),
-    "B200": _device(2250, 1125, 192, 8000),
+    "H100": _device(989, 495, 80, 3350, 450),
+    "H200": _device(989, 495, 141, 4800, 450),
+    "B200": _device(2250, 1125, 192, 8000, 900),
     "MI250X": _device(383, 95.7, 128, 3277),
-    "MI300X": _device(1307, 654, 192, 5300),
-    "CPU": _device(0.06, 0.06, 16, 20),
+    "MI300X": _device(1307, 654, 192, 5300, 448),
+    "CPU": Device(tflops=0.06, tflops_fp32=0.06, memory_gb=16, memory_gb_s=20, reserved_gb=0.3),
 }
 
 

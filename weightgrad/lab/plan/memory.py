@@ -146,7 +146,7 @@ def worker_memory(
         whole = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
         activations += gathered
         device_peak = max(device_peak - whole * (1 - 1 / shards) + gathered, whole / shards + activations)
-    fits = None if device is None else device_peak + 0.0 <= device.memory_gb * 1e9
+    fits = None if device is None else device_peak <= 1e9 * (device.memory_gb - device.reserved_gb)
     return WorkerMemory(
         site=site.name,
         parameters=cost.parameter_bytes / shards,

@@ -77,6 +77,16 @@ class ModelCost:
         """The work of a phase."""
         return sum((layer.work.get(phase, Work()) for layer in self.layers), Work())
 
+    def alike(self) -> list[tuple[str, Layer]]:
+        """The layers in order; neighbours with the same parameters and work are one, with the names of both ends."""
+        found: list[tuple[str, str, Layer]] = []
+        for layer in self.layers:
+            if found and (found[-1][2].parameters, found[-1][2].work) == (layer.parameters, layer.work):
+                found[-1] = (found[-1][0], layer.name, layer)
+            else:
+                found.append((layer.name, layer.name, layer))
+        return [(first if first == last else f"each of {first} to {last}", layer) for first, last, layer in found]
+
     def seconds(self, device: Device) -> dict[str, float]:
         """How long each phase takes on a device."""
         return {phase: sum(layer.seconds(device, phase, fp32=self.fp32) for layer in self.layers) for phase in PHASES}
@@ -124,8 +134,7 @@ def cost_of(
                 raise PlanError(f"build returned {type(module).__name__}; wanted a torch.nn.Module, or one and a batch")
             if given is None and inputs is None:
                 raise PlanError("build returned no batch; return (model, batch), or give --input, e.g. 3x224x224")
-            if dtype is not None:
-                module = module.to(dtype)
+            _materialize(module, dtype)
             arguments = given if given is not None else inputs() if inputs is not None else None
             arguments = tree_map(lambda x: _converted(x, dtype), arguments)
             if checkpointing:
@@ -205,7 +214,44 @@ def _get(found: Any, name: str) -> Any:
 
 
 def _converted(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and dtype is not None else value
+    if not isinstance(value, Tensor):
+        return value
+    return _like(value, dtype) if _differs(value, dtype) else value
+
+
+def _materialize(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give the model's tensors the type that was asked for, and those of the meta device a place.
+
+    `Module.to` cannot change fake tensors of the meta device in place. Tensors that several modules share stay shared.
+    """
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None or nn.parameter.is_lazy(tensor):
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _placed(tensor, dtype)
+                held[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _placed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not _differs(tensor, dtype):
+        return tensor
+    found = _like(tensor, dtype)
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+def _differs(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    wanted = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+    return wanted or tensor.device.type == "meta"
+
+
+def _like(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if tensor.device.type == "meta":  # it has no values to keep
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+    return tensor.detach().to(wanted)
 
 
 def _blocks(module: nn.Module) -> Sequence[nn.Module]:

@@ -18,7 +18,9 @@ from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.prediction import Prediction, crossover_bit_s, predict
 from weightgrad.lab.plan.prices import Prices
 from weightgrad.lab.plan.scenario import Scenario
+from weightgrad.lab.plan.stand_in import ENDS
 from weightgrad.lab.sim.task import Task
+from weightgrad.units import show_bytes
 
 DATA_DEPENDENT = ("gaia", "significant", "nonzero")
 
@@ -37,6 +39,8 @@ class StrategyPlan:
         crossover_bit_s: the bandwidth above which float32 would be faster than the codecs; None: nothing is encoded.
         samples_seconds: the time to the samples that were asked for.
         by_data: whether how much is sent depends on the data, which a stand-in does not know.
+        wan_range: the least and the most bytes of the run that gradients of other kinds would send; None: the bytes do
+            not depend on the data.
     """
 
     prediction: Prediction
@@ -48,6 +52,13 @@ class StrategyPlan:
     crossover_bit_s: float | None
     samples_seconds: float
     by_data: bool
+    wan_range: tuple[float, float] | None = None
+
+    @property
+    def wan_text(self) -> str:
+        """The WAN bytes of the run for a reader, with the ends of their range where they depend on the data."""
+        found = show_bytes(self.prediction.wan_bytes)
+        return found if self.wan_range is None else f"{found} ({' to '.join(map(show_bytes, self.wan_range))})"
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ def _strategy_dict(own: StrategyPlan) -> dict[str, Any]:
         "dollars_day": own.dollars_day,
         "crossover_bit_s": own.crossover_bit_s,
         "depends_on_data": own.by_data,
+        "wan_bytes_range": own.wan_range,
         "schedule": found.schedule,
         "links": [{**asdict(link), "hidden": link.hidden} for link in found.links],
         "workers": [asdict(memory) for memory in own.memory],
@@ -201,16 +213,41 @@ def make_plan(
             server_peak=peak,
             dollars=dollars,
             dollars_day=a_day,
-            crossover_bit_s=crossover_bit_s(scenario, strategy, found),
+            crossover_bit_s=crossover_bit_s(scenario, found.strategy, found),
             samples_seconds=share * found.seconds + rest * found.step_seconds,
-            by_data=task is None and _depends_on_data(strategy),
+            by_data=task is None and depends_on_data(found.strategy),
+            wan_range=wan_range(scenario, strategy, found) if task is None else None,
         )
     own = planned.get("auto") or next(iter(planned.values()))
     decision = auto_decision(scenario, own.prediction.compute_seconds)
     return Plan(scenario, cost, devices, wanted, planned, decision, measured=task is not None)
 
 
-def _depends_on_data(strategy: Strategy) -> bool:
+def depends_on_data(strategy: Strategy) -> bool:
+    """Whether how much a strategy sends depends on the values of the updates."""
     if isinstance(parts.parse("trigger", strategy.trigger), Significance):
         return True
     return any(part in f"{strategy.selector} {strategy.down_selector}" for part in DATA_DEPENDENT)
+
+
+def wan_range(scenario: Scenario, strategy: Strategy, found: Prediction) -> tuple[float, float] | None:
+    """The least and the most bytes of a run, between gradients that are small and alike and those that are neither.
+
+    Args:
+        scenario: what is planned.
+        strategy: the strategy.
+        found: what usual gradients send.
+
+    Returns:
+        Both ends; None where the bytes do not depend on the data.
+    """
+    if not depends_on_data(found.strategy):
+        return None
+    least, most = (predict(scenario, strategy, gradients=kind) for kind in ENDS)
+    trigger = parts.parse("trigger", found.strategy.trigger)
+    fewest = most_often = 1.0
+    if isinstance(trigger, Significance):  # the data decide between these two how many steps lie between rounds
+        fewest = min(1.0, least.round_steps / trigger.at_most)
+        most_often = max(1.0, most.round_steps / max(1, trigger.every))
+    ends = (found.wan_bytes, least.wan_bytes * fewest, most.wan_bytes * most_often)
+    return min(ends), max(ends)

@@ -39,9 +39,10 @@ def html(plan: Plan) -> str:
         f"<title>Plan of {escape(scenario.name)}</title><style>{_STYLE}</style></head><body><main>"
         f"<h1>Plan of {escape(scenario.name)}</h1><p class=lead>{escape(lead)}</p>"
         f'<div class="card take"><b>Take {escape(plan.chosen)}.</b> {escape(plan.why)}</div>'
-        f"<h2>Strategies</h2>{_strategies(plan)}<h2>Links</h2>{_links(plan)}"
-        f"<h2>Memory</h2>{_memory(plan)}<h2>One step of a worker</h2>{_step(plan)}"
-        f"<h2>Rounds, drawn to scale</h2><p class=key>{key}</p>{pictures}</main></body></html>"
+        f"<h2>Strategies</h2>{_strategies(plan)}"
+        f"<h2>Rounds, drawn to scale</h2><p class=key>{key}</p>{pictures}"
+        f"<h2>Links</h2>{_links(plan)}<h2>Memory</h2>{_memory(plan)}"
+        f"<h2>One step of a worker</h2>{_step(plan)}</main></body></html>"
     )
 
 
@@ -65,15 +66,15 @@ def _strategies(plan: Plan) -> str:
             name + ("*" if own.by_data else ""),
             show_seconds(found.step_seconds),
             f"{found.slowdown:.2f}",
-            f"{found.round_steps:.3g} steps",
+            "1 step" if found.round_steps == 1 else f"{found.round_steps:.3g} steps",
             show_seconds(own.samples_seconds),
-            show_bytes(found.wan_bytes),
+            own.wan_text,
             f"{own.dollars:,.2f}",
             f"{own.dollars_day:,.2f}",
             above,
         )
         rows.append((cells, name == plan.chosen))
-    note = "<p class=lead>* how much is sent depends on the data: an estimate.</p>"
+    note = "<p class=lead>* how much is sent depends on the data: an estimate, and in brackets its range.</p>"
     return _card(heads, rows) + (note if any(own.by_data for own in plan.strategies.values()) else "")
 
 
@@ -121,18 +122,17 @@ def _memory(plan: Plan) -> str:
 
 
 def _step(plan: Plan) -> str:
-    heads = ("layer", "parameters", *(f"{phase} GFLOP" for phase in PHASES[:2]))
-    rows = [
-        (
-            (
-                layer.name,
-                f"{layer.parameters:,}",
-                *(f"{layer.work[p].flops / 1e9:.3g}" if p in layer.work else "" for p in PHASES[:2]),
-            ),
-            False,
-        )
-        for layer in plan.cost.layers
-    ]
+    kinds = {id(device): (name, device) for name, device in plan.devices.items()}
+    heads = ["layer", "parameters", *(f"{phase} GFLOP" for phase in PHASES[:2])]
+    heads += [f"{name} {phase}" for name, _ in kinds.values() for phase in PHASES[:2]]
+    rows = []
+    for label, layer in plan.cost.alike():
+        cells = [label, f"{layer.parameters:,}"]
+        cells += [f"{layer.work[p].flops / 1e9:,.4g}" if p in layer.work else "" for p in PHASES[:2]]
+        for _, device in kinds.values():
+            times = (layer.seconds(device, phase, fp32=plan.cost.fp32) for phase in PHASES[:2])
+            cells += [show_seconds(seconds) if seconds else "" for seconds in times]
+        rows.append((cells, False))
     return _card(heads, rows)
 
 

@@ -31,7 +31,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print()
     console.print(_strategy_table(plan))
     if any(own.by_data for own in plan.strategies.values()):
-        console.print("* how much is sent depends on the data: an estimate; --measure plays real steps through")
+        console.print("* how much is sent depends on the data: an estimate, and in brackets its range; see --measure")
     console.print()
     console.print(_link_table(plan))
     console.print()
@@ -42,20 +42,21 @@ def show(plan: Plan, console: Console) -> None:
 
 def _step_table(plan: Plan) -> Table:
     cost, devices = plan.cost, dict(plan.devices)
-    table = _table("layer", "parameters", *(f"{phase} GFLOP" for phase in PHASES[:2]))
+    table = _table("layer", "parameters", *(f"{phase}\nGFLOP" for phase in PHASES[:2]))
     kinds = {id(device): name for name, device in devices.items()}
     for name in kinds.values():
         for phase in PHASES:
-            table.add_column(f"{name} {phase}", justify="right", no_wrap=True)
-    layers = sorted(cost.layers, key=lambda layer: -sum(work.flops for work in layer.work.values()))
-    shown = {layer.name for layer in layers[:_LAYERS]}
-    for layer in cost.layers:
-        if layer.name in shown:
-            row = [layer.name, f"{layer.parameters:,}"]
-            row += [f"{layer.work[phase].flops / 1e9:.3g}" if phase in layer.work else "" for phase in PHASES[:2]]
+            table.add_column(f"{escape(name)}\n{phase}", justify="right", no_wrap=True)
+    layers = cost.alike()
+    largest = sorted(layers, key=lambda own: -sum(work.flops for work in own[1].work.values()))[:_LAYERS]
+    shown = {name for name, _ in largest}
+    for label, layer in layers:
+        if label in shown:
+            row = [label, f"{layer.parameters:,}"]
+            row += [f"{layer.work[phase].flops / 1e9:,.4g}" if phase in layer.work else "" for phase in PHASES[:2]]
             for name in kinds.values():
                 times = [layer.seconds(devices[name], phase, fp32=cost.fp32) for phase in PHASES]
-                row += [show_seconds(seconds) for seconds in times]
+                row += [show_seconds(seconds) if seconds else "" for seconds in times]
             table.add_row(*map(escape, row))
     row = ["all", f"{plan.scenario.layout.numel:,}", *(f"{cost.work(phase).flops / 1e9:.3g}" for phase in PHASES[:2])]
     for name in kinds.values():
@@ -111,7 +112,7 @@ def _strategy_row(plan: Plan, name: str, own: StrategyPlan) -> list[str]:
         f"{found.round_steps:.3g}",
         show_seconds(waiting),
         show_seconds(own.samples_seconds),
-        show_bytes(found.wan_bytes),
+        own.wan_text,
         show_bytes(sum(link.up_day + link.down_day for link in found.links)),
         f"{own.dollars:,.2f}",
         f"{own.dollars_day:,.2f}",

@@ -7,9 +7,12 @@ in a step, the rest of the run does too; what comes once, such as a warm start o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from weightgrad import event_log
 from weightgrad.codecs import ErrorFeedback, Fp32, cost
@@ -21,7 +24,7 @@ from weightgrad.core.strategies import Strategy
 from weightgrad.core.triggers import Every, Scheduled, Significance, Staggered
 from weightgrad.event_log import EventLog
 from weightgrad.lab.plan.scenario import Scenario
-from weightgrad.lab.plan.stand_in import ELEMENTS, StandIn, StandInTask, shrunk
+from weightgrad.lab.plan.stand_in import ELEMENTS, TYPICAL, Gradients, StandIn, StandInTask, shrunk
 from weightgrad.lab.sim.network import SimulatedNetwork
 from weightgrad.lab.sim.simulator import Simulator
 from weightgrad.lab.sim.task import Task
@@ -152,7 +155,12 @@ class _Recorder:
 
 
 def predict(
-    scenario: Scenario, strategy: Strategy, *, task: Task | None = None, elements: int = ELEMENTS
+    scenario: Scenario,
+    strategy: Strategy,
+    *,
+    task: Task | None = None,
+    elements: int = ELEMENTS,
+    gradients: Gradients = TYPICAL,
 ) -> Prediction:
     """Play a strategy through, and work out the whole run.
 
@@ -161,7 +169,9 @@ def predict(
         strategy: the strategy.
         task: a real task of the scenario's model to play through, instead of a stand-in.
         elements: of the stand-in, about.
+        gradients: of the stand-in.
     """
+    strategy = scenario.fitted(strategy)
     steps = min(scenario.steps, steps_to_play(strategy))
     plan = scenario.plan(strategy, steps)
     per_tensor = strategy.per == "tensor"
@@ -170,7 +180,7 @@ def predict(
     if task is None:
         each = scenario.batch / scenario.workers
         workers = [site.workers for site in scenario.sites]
-        task = StandInTask(small, [max(1, round(each * own)) for own in workers], workers, scenario.seed)
+        task = StandInTask(small, [max(1, round(each * own)) for own in workers], workers, scenario.seed, gradients)
     played = stand_in.plan(plan)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "events.jsonl"
@@ -185,9 +195,21 @@ def predict(
             )
             recorder = _Recorder(simulator.network, lambda: simulator.clock.now, plan.server)
             simulator.network = recorder  # type: ignore[assignment]
-            simulator.run()
+            with _one_thread():
+                simulator.run()
             recorder.steps = steps_begun
         return _extrapolated(scenario, plan.strategy, steps, event_log.read(path), recorder, stand_in.ratio)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Vectors as short as these take many times as long with several threads, and a run's steps have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def steps_to_play(strategy: Strategy) -> int:
@@ -281,30 +303,27 @@ class _History:
         first, last = self.ends[site][self.half], self.ends[site][-1]
         own = [transfer for transfer in self.transfers if transfer.site == site]
         count = max(1, self.steps - self.half)
-        total, each = {}, {}
-        for upward in (True, False):
-            mine = [transfer for transfer in own if transfer.upward == upward]
-            total[upward] = float(sum(transfer.nbytes for transfer in mine))
-            usual = [t for t in mine if first < t.start <= last] if upward else self._results(mine, first, last)
-            each[upward] = sum(transfer.nbytes for transfer in usual) / count
+        up, down = ([t for t in own if t.upward == upward] for upward in (True, False))
+        usual_up, usual_down = ([t for t in way if first < t.start <= last] for way in (up, down))
+        each_up, each_down = (sum(t.nbytes for t in way) / count for way in (usual_up, usual_down))
+        if up and usual_down:
+            # While a line fills up, fewer results leave than pushes. In the end every push has had its result.
+            each_down *= len(usual_up) * len(down) / len(up) / len(usual_down)
+        total_up, total_down = (float(sum(t.nbytes for t in way)) for way in (up, down))
         waits = [span for span in self.spans if span.site == site and span.kind == "waiting" and span.start >= first]
         waiting = sum(span.end - span.start for span in waits) / count * self.round_steps
         a_day = _DAY / self.step_seconds if self.step_seconds > 0 else 0.0
         return LinkUse(
             site=site,
-            up_round=each[True] * self.round_steps,
-            down_round=each[False] * self.round_steps,
-            up_total=total[True] + rest * each[True],
-            down_total=total[False] + rest * each[False],
-            up_day=each[True] * a_day,
-            down_day=each[False] * a_day,
+            up_round=each_up * self.round_steps,
+            down_round=each_down * self.round_steps,
+            up_total=total_up + rest * each_up,
+            down_total=total_down + rest * each_down,
+            up_day=each_up * a_day,
+            down_day=each_down * a_day,
             transfer_seconds=self._round_trip(own, first, last),
             waiting_seconds=waiting,
         )
-
-    def _results(self, mine: list[Transfer], first: float, last: float) -> list[Transfer]:
-        """As many results as pushes belong to the second half: those that were sent in it."""
-        return [transfer for transfer in mine if first < transfer.start <= last]
 
     @staticmethod
     def _round_trip(own: list[Transfer], first: float, last: float) -> float:

@@ -18,13 +18,15 @@ from weightgrad.core.strategies import Strategy
 from weightgrad.errors import PlanError, UnitError
 from weightgrad.lab.plan.devices import Device, find
 from weightgrad.lab.recipes.recipe import Recipe
-from weightgrad.lab.run.simulation import optimizer_options, rate_of
+from weightgrad.lab.run.simulation import NEAR, NEAR_BITS, optimizer_options, rate_of
 from weightgrad.lab.sim.compute import Compute, Straggler
 from weightgrad.lab.sim.links import Link
 from weightgrad.lab.sim.local_network import LocalNetwork
 from weightgrad.lab.sim.plan import SimulationPlan, SiteSpec
 
-LAN = LocalNetwork(bandwidth_bit_s=100e9, delay_seconds=2e-5)
+_LAN_BIT_S = 100e9  # of a network between machines
+_LAN_SECONDS = 2e-5
+_MACHINE = 8  # devices of one machine, which its interconnect joins
 _SITE = re.compile(r"([\w.-]+)=(?:(\d+)x)?([\w.-]+)")
 
 
@@ -87,18 +89,21 @@ class Scenario:
         return sum(site.workers for site in self.sites)
 
     def fitted(self, strategy: Strategy) -> Strategy:
-        """The strategy with the overlap that hides a round, if it asks for that (`hide`), as a run would set it."""
+        """The strategy with the parts for the optimizer and the overlap that hides a round, as a run would set them."""
+        shortest = min(site.compute.seconds_per_step for site in self.sites)
+        near = self._round_seconds(self.layout.numel * NEAR_BITS) <= NEAR * shortest
+        strategy = strategy.with_optimizer(self.optimizer[0], near=near)
         if not strategy.hide:
             return strategy
         bits = 8.0 * sum(_sampled_bytes(strategy, way, self.layout.numel) for way in ("up", "down"))
-        longest = 0.0
-        for site in self.sites:
-            link = self.link_of(site.name)
-            least = min(link.bandwidth_bit_s, link.back_bit_s or link.bandwidth_bit_s)
-            longest = max(longest, 2 * link.delay_seconds + bits / least)
-        shortest = min(site.compute.seconds_per_step for site in self.sites)
-        needed = math.ceil(longest / shortest) if shortest > 0 else strategy.hide
+        needed = math.ceil(self._round_seconds(bits) / shortest) if shortest > 0 else strategy.hide
         return dataclasses.replace(strategy, overlap=max(1, min(needed, strategy.hide)))
+
+    def _round_seconds(self, bits: float) -> float:
+        """Seconds from a push to its result on the slowest link, with so many bits both ways together."""
+        links = [self.link_of(site.name) for site in self.sites]
+        least = [(link, min(link.bandwidth_bit_s, link.back_bit_s or link.bandwidth_bit_s)) for link in links]
+        return max(2 * link.delay_seconds + bits / rate for link, rate in least)
 
     def plan(self, strategy: Strategy, steps: int) -> SimulationPlan:
         """The plan of a simulation of some steps."""
@@ -176,6 +181,13 @@ class SiteGiven:
     count: int
     device_name: str
     device: Device
+
+    @property
+    def lan(self) -> LocalNetwork:
+        """What joins its devices: the interconnect of one machine, or the network between several."""
+        inside = self.device.interconnect_gb_s
+        fast = inside is not None and self.count <= _MACHINE
+        return LocalNetwork(8e9 * inside if fast and inside is not None else _LAN_BIT_S, _LAN_SECONDS)
 
 
 def parse_sites(text: str, devices: Mapping[str, Device]) -> tuple[SiteGiven, ...]:

@@ -25,7 +25,7 @@ from weightgrad.lab.data import augment, datasets, folder
 from weightgrad.lab.plan import scenario as scenarios
 from weightgrad.lab.plan.devices import Device
 from weightgrad.lab.plan.model_cost import Built, ModelCost, cost_of
-from weightgrad.lab.plan.scenario import LAN, Scenario
+from weightgrad.lab.plan.scenario import Scenario
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.report.choices import parse_choices
 from weightgrad.lab.run.simulation import chosen_strategy, optimizer_options
@@ -191,7 +191,8 @@ def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: b
         times = {name: sum(cost.seconds(device).values()) for name, device in by_name.items()}
     sharded = given.sharding == "fsdp2"
     specs = tuple(
-        SiteSpec(site.name, site.count, LAN, Compute(times[site.name]), sharded and site.count > 1) for site in sites
+        SiteSpec(site.name, site.count, site.lan, Compute(times[site.name]), sharded and site.count > 1)
+        for site in sites
     )
     scenario = Scenario(
         name=given.model,

@@ -41,21 +41,55 @@ from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import Message, Push, RoundResult, Segment, segments_bytes
 
 ELEMENTS = 1 << 16
+TENSORS = 16
 _SPREAD = 1.0  # of the logarithm of the size of gradients, element by element, the same at all sites
-_SHARED = 0.5  # the length of the direction that all sites share, beside noise of length 1
 _KEPT = 0.9  # of the noise from step to step, as momentum keeps it
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How the random gradients of sites are related.
+
+    Attributes:
+        shared: the length of the direction that all sites share, beside noise of length 1.
+        size: how large they are, beside the usual.
+        alike: whether the noise, too, is the same at all sites.
+        zeros: the share of elements that have none, as weights behind inputs that are always zero.
+    """
+
+    shared: float = 0.5
+    size: float = 1.0
+    alike: bool = False
+    zeros: float = 0.0
+
+
+TYPICAL = Gradients()
+ENDS = (  # that send least and most, about
+    Gradients(size=1e-3, alike=True, zeros=0.5),
+    Gradients(shared=0.0, size=10.0),
+)
 
 
 class StandInTask:
     """Random gradients of a layout."""
 
-    def __init__(self, layout: Layout, samples: Sequence[int], workers: Sequence[int], seed: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        samples: Sequence[int],
+        workers: Sequence[int],
+        seed: int,
+        gradients: Gradients = TYPICAL,
+    ) -> None:
         self.layout = layout
         self.epoch_steps = 2**31
-        self._samples, self._workers, self._seed = samples, workers, seed
+        self._samples, self._workers, self._seed, self._kind = samples, workers, seed, gradients
         scales = [torch.full((slot.numel,), _scale(slot.shape)) for slot in layout.slots]
         self._scale = torch.cat(scales) if scales else torch.empty(0)
         self._size = self._scale * (_SPREAD * self._draw(3)).exp()
+        if gradients.zeros:
+            self._size *= torch.arange(layout.numel) % 1000 >= 1000 * gradients.zeros
+        self._shared = self._draw(1) * gradients.shared
         self._noise: dict[tuple[int, int], Tensor] = {}
 
     def initial(self) -> Tensor:
@@ -73,13 +107,12 @@ class StandInTask:
     def gradients(self, site: int, weights: Tensor, step: int) -> Iterator[Gradient]:
         """One vector for each worker of the site."""
         del weights
-        shared = self._draw(1) * _SHARED
         for worker in range(self._workers[site]):
-            fresh = self._draw(2, site, worker, step)
+            fresh = self._draw(2, 0 if self._kind.alike else site, worker, step)
             old = self._noise.get((site, worker))
             noise = fresh if old is None else _KEPT * old + math.sqrt(1 - _KEPT**2) * fresh
             self._noise[site, worker] = noise
-            yield Gradient((shared + noise) * self._size * 0.01, 1.0)
+            yield Gradient((self._shared + noise) * self._size * (0.01 * self._kind.size), 1.0)
 
     def evaluate(self, weights: Tensor) -> Score:
         """Nothing is learnt."""
@@ -100,14 +133,26 @@ def shrunk(layout: Layout, *, per_tensor: bool, elements: int = ELEMENTS) -> Lay
     """A layout of at most about `elements` elements with tensors of the same proportions.
 
     Rows are left out, so that a codec that sees a tensor sees rows of the same length. What is encoded flat keeps only
-    the number of its elements.
+    the number of its elements, in at most `TENSORS` tensors: the simulator's own time grows with their number.
     """
     if layout.numel <= elements:
         return layout
     ratio = elements / layout.numel
     if not per_tensor:
-        return Layout.of_shapes((slot.name, (max(1, round(slot.numel * ratio)),)) for slot in layout.slots)
+        return Layout.of_shapes(
+            (group[0].name, (max(1, round(sum(slot.numel for slot in group) * ratio)),)) for group in _groups(layout)
+        )
     return Layout.of_shapes((slot.name, _fewer(slot.shape, ratio)) for slot in layout.slots)
+
+
+def _groups(layout: Layout) -> list[list[Slot]]:
+    """Neighbouring tensors together, about as many elements in each group."""
+    if len(layout.slots) <= TENSORS:
+        return [[slot] for slot in layout.slots]
+    found: dict[int, list[Slot]] = {}
+    for slot in layout.slots:
+        found.setdefault((slot.start * TENSORS) // layout.numel, []).append(slot)
+    return list(found.values())
 
 
 def _fewer(shape: tuple[int, ...], ratio: float) -> tuple[int, ...]:

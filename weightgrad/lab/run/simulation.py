@@ -40,8 +40,8 @@ from weightgrad.runtime.final_state import FinalState
 __all__ = ["Progress", "chosen_strategy", "fitted_strategy", "simulate", "simulation_plan"]
 
 
-_NEAR = 0.3  # of a step: links are near if a gradient and its mean take no longer
-_NEAR_BITS = 9.0  # of an element, both ways
+NEAR = 0.3  # of a step: links are near if a gradient and its mean take no longer
+NEAR_BITS = 9.0  # of an element, both ways
 
 
 def chosen_strategy(recipe: RecipeFile) -> Strategy:
@@ -96,7 +96,7 @@ def fitted_strategy(recipe: Recipe, numel: int) -> Strategy:
     strategy = chosen_strategy(recipe)
     steps = [site.compute.seconds_per_step for site in recipe.site_list]
     shortest = min((float(seconds) for seconds in steps if seconds != "calibrate"), default=math.inf)
-    near = math.isfinite(shortest) and _round_seconds(recipe, numel * _NEAR_BITS) <= _NEAR * shortest
+    near = math.isfinite(shortest) and _round_seconds(recipe, numel * NEAR_BITS) <= NEAR * shortest
     strategy = strategy.with_optimizer(recipe.training.optimizer.name, near=near)
     if not strategy.hide:
         return strategy
