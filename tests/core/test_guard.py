@@ -178,11 +178,11 @@ def test_what_is_usual_follows_the_training() -> None:
 @pytest.mark.parametrize("sites", ["abc", "ab", "abcd"])
 def test_norms_may_grow_at_all_sites_at_once(sites: str) -> None:
     """As they do when the learning rate warms up, or `auto` chooses longer rounds."""
-    first: dict[str, Any] = dict.fromkeys(sites, 0.01)
-    guard = warmed(10, **first)
+    small: dict[str, Any] = dict.fromkeys(sites, 0.01)
+    guard = warmed(10, **small)
     for norm in (0.1, 5.0, 500.0, 0.1, 500.0):
-        norms: dict[str, Any] = {site: norm * (1 + place / 10) for place, site in enumerate(sites)}
-        verdict = judged(guard, **norms)
+        grown: dict[str, Any] = {site: norm * (1 + place / 10) for place, site in enumerate(sites)}
+        verdict = judged(guard, **grown)
         assert not verdict.refused
         assert not verdict.scales
 
