@@ -109,8 +109,11 @@ static void values_of(const wg_entry_values *v, uint64_t first, uint64_t m, floa
         for (uint64_t i = 0; i < m; i++) out[i] = v->values[first + i] * v->share;
         return;
     }
-    const float both[2] = {v->size * v->share, -v->size * v->share};
-    for (uint64_t i = 0; i < m; i++) out[i] = both[v->signs[(first + i) / 8] >> (first + i) % 8 & 1];
+    const uint32_t size = wg_bits(v->size * v->share);
+    for (uint64_t i = 0; i < m; i += 8) { /* a run begins on a byte, and there is room behind its end */
+        const uint32_t byte = v->signs[(first + i) / 8];
+        for (uint32_t j = 0; j < 8; j++) out[i + j] = wg_float(size ^ (byte & 1u << j ? 0x80000000u : 0u));
+    }
 }
 
 /* Puts a run of ascending indices into the areas from `area` on; returns the area of the last. Often that is the first. */
