@@ -106,9 +106,9 @@ function tree(d) {
   if (n > shown.length) shape(svg, "text", { x: 4, y: height - 6, class: "soft" }, `and ${n - shown.length} more sites`);
 }
 
-function curve(id, series, format, label, limits) {
+function curve(id, series, format, label, limits, empty = "nothing yet") {
   const names = Object.keys(series).filter((name) => series[name].length);
-  if (!names.length) return nothing(id, "nothing yet");
+  if (!names.length) return nothing(id, empty);
   const W = 520, H = 230, L = 46, R = 8, T = 8, B = 24;
   const all = names.flatMap((name) => series[name]);
   const xs = all.map((p) => p[0]), ys = all.map((p) => p[1]);
@@ -168,11 +168,15 @@ function sites(d) {
   }));
 }
 
+const over = (d) => OVER.includes(d.status);
+const none = (d, why) => over(d) ? why : "nothing yet";
+const size = (v) => v === null || v === undefined ? "–" : String(Number(v.toPrecision(3)));
+
 function compression(d) {
   const rows = d.sites.filter((s) => s.encode_seconds !== null || s.push_norm !== null);
-  if (!rows.length) return by("compression").replaceChildren(element("caption", "nothing yet", "none"));
+  if (!rows.length) return by("compression").replaceChildren(element("caption", none(d, "only the logs of sites with processes have it"), "none"));
   const heads = ["site", "encoding a push", "size of a push", "size of the residual", "stays behind", "round trip"];
-  table("compression", heads, rows.map((s) => [s.name, seconds(s.encode_seconds), number(s.push_norm, 3), number(s.residual, 3),
+  table("compression", heads, rows.map((s) => [s.name, seconds(s.encode_seconds), size(s.push_norm), size(s.residual),
     percent(s.left_behind), seconds(s.trip_seconds)]));
 }
 
@@ -194,13 +198,15 @@ function show(d) {
   by("lead").textContent = `${d.strategy}${size}, ${d.sites.length} sites, global server ${d.server}`;
   tiles(d); tree(d); timeline(d); sites(d); compression(d);
   curve("loss", d.loss, (v) => number(v, 3), "loss by step");
-  curve("accuracy", { accuracy: d.accuracy }, percent, "accuracy by step", [0, 1]);
-  items("decisions", d.decisions.map((x) => [`a round every ${x.every} steps, ${x.up} up, ${x.down} down, ${x.overlap} steps late`,
+  curve("accuracy", { accuracy: d.accuracy }, percent, "accuracy by step", [0, 1], none(d, "this run's logs have none"));
+  items("decisions", d.decisions.map((x) => [`a round every ${x.every === 1 ? "step" : x.every + " steps"}, ${x.up} up, ${x.down} down, ` +
+    (x.overlap ? `results ${x.overlap === 1 ? "a step" : x.overlap + " steps"} late` : "results are waited for"),
     `${seconds(x.t)}: ${x.why}`]), d.strategy === "auto" ? "nothing yet" : "this strategy is fixed");
   items("faults", d.faults.map((x) => [x.what, seconds(x.t), x.kind === "fault" ? "bad" : x.kind === "operator" ? "operator" : "good"]), "none");
   table("processes", ["process", "memory", "CPU"], d.processes.map((p) => [p.name, bytes(p.memory_bytes), percent(p.cpu)]));
-  if (!d.processes.length) by("processes").replaceChildren();
+  if (!d.processes.length) by("processes").replaceChildren(element("caption", "none of this run on this machine", "none"));
   table("certificates", ["whose", "days left"], d.certificates.map((c) => [c.who, element("td", String(c.days), c.days < 14 ? "bad" : c.days < 30 ? "warn" : "")]));
+  if (!d.certificates.length) by("certificates").replaceChildren(element("caption", "none: nothing is sent over a network", "none"));
   document.body.dataset.version = d.version;
   document.body.dataset.ready = "1";
 }

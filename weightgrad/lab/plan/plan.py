@@ -23,6 +23,7 @@ from weightgrad.lab.sim.task import Task
 from weightgrad.units import show_bytes
 
 DATA_DEPENDENT = ("gaia", "significant", "nonzero")
+_ERROR = 0.02  # of bytes that do not depend on the data, at most
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,8 @@ class Plan:
         schedule = self.decision.schedule
         every = "every step" if schedule.every == 1 else f"every {schedule.every} steps"
         down = "the others' pushes" if self.decision.relayed else self.decision.down
-        return (
-            f"a round {every}, {schedule.up} up and {down} down, results {schedule.overlap} steps late: "
-            f"{self.decision.why}"
-        )
+        late = "a step late" if schedule.overlap == 1 else f"{schedule.overlap} steps late"
+        return f"a round {every}, {schedule.up} up and {down} down, results {late}: {self.decision.why}"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -250,4 +249,4 @@ def wan_range(scenario: Scenario, strategy: Strategy, found: Prediction) -> tupl
         fewest = min(1.0, least.round_steps / trigger.at_most)
         most_often = max(1.0, most.round_steps / max(1, trigger.every))
     ends = (found.wan_bytes, least.wan_bytes * fewest, most.wan_bytes * most_often)
-    return min(ends), max(ends)
+    return (1 - _ERROR) * min(ends), (1 + _ERROR) * max(ends)

@@ -305,10 +305,12 @@ class _History:
         count = max(1, self.steps - self.half)
         up, down = ([t for t in own if t.upward == upward] for upward in (True, False))
         usual_up, usual_down = ([t for t in way if first < t.start <= last] for way in (up, down))
+        if len(up) == len(down):
+            # Every push has its result, but those of the last pushes may leave after the last step: take theirs.
+            ordered = sorted(down, key=lambda t: t.start)
+            before = sum(t.start <= first for t in up)
+            usual_down = ordered[before : before + len(usual_up)]
         each_up, each_down = (sum(t.nbytes for t in way) / count for way in (usual_up, usual_down))
-        if up and usual_down:
-            # While a line fills up, fewer results leave than pushes. In the end every push has had its result.
-            each_down *= len(usual_up) * len(down) / len(up) / len(usual_down)
         total_up, total_down = (float(sum(t.nbytes for t in way)) for way in (up, down))
         waits = [span for span in self.spans if span.site == site and span.kind == "waiting" and span.start >= first]
         waiting = sum(span.end - span.start for span in waits) / count * self.round_steps

@@ -65,7 +65,7 @@ class Gradients:
 
 TYPICAL = Gradients()
 ENDS = (  # that send least and most, about
-    Gradients(size=1e-3, alike=True, zeros=0.5),
+    Gradients(size=1e-3, alike=True, zeros=0.75),
     Gradients(shared=0.0, size=10.0),
 )
 
