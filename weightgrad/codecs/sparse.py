@@ -128,7 +128,9 @@ def add_entries(payload: Payload, areas: Sequence[tuple[int, Tensor]], mode: int
     """
     streams, inner = _read(payload)
     values: Tensor | gaps.Signs | None = None
-    if inner.codec == "sign" and all(out.device == payload.body.device for _, out in areas):
+    # On a device the one size would have to be read back, so there the signs become values first.
+    on_host = all(tensor.device.type == "cpu" for tensor in (payload.body, *(out for _, out in areas)))
+    if inner.codec == "sign" and on_host:
         values = one_size(inner)
     if values is None:
         like = areas[0][1] if areas else torch.empty(0)
@@ -202,7 +204,7 @@ def _read(payload: Payload) -> tuple[gaps.GapStreams, Payload]:
     rest = max(0, payload.body.numel() - start)
     low, unary, gap, body = registry.sections(payload, low_bytes, code.unary_bytes, start - indexed, rest)
     found = gaps.GapStreams(low, unary, count, code, n)
-    if any(gap.tolist()):
+    if bool(gap.any()):
         raise _bad_indices(found)
     return found, Payload(str(name), payload.dtype, (count,), payload.params[size:], body)
 

@@ -92,9 +92,16 @@ class GapStreams:
         flat = values.values(self.count) if isinstance(values, Signs) else values
         flat = flat if share == 1 else flat * share
         for first, out in areas:
-            here = slice(*torch.searchsorted(indices, indices.new_tensor([first, first + out.numel()])).tolist())
+            here = self._within(indices, first, first + out.numel())
             select.scatter(indices[here], flat[here], out, mode, first=first)
         return True
+
+    def _within(self, indices: Tensor, first: int, end: int) -> slice:
+        """Which of the indices are from `first` to below `end`; asks a device only if it must."""
+        if first == 0 and end >= self.numel:
+            return slice(self.count)
+        edges = torch.tensor([first, end]).to(indices.device)
+        return slice(*torch.searchsorted(indices, edges).cpu().tolist())
 
 
 def _unpack_reference(streams: GapStreams) -> Tensor | None:
