@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from weightgrad import cli
+from weightgrad.errors import CheckpointError
 from weightgrad.runtime.script_end import ScriptEnd
 
 
@@ -28,6 +30,22 @@ def test_a_site_leaves_unless_it_may_be_started_again(
     calls: list[str] = []
     ScriptEnd(lambda: calls.append("left"), resumable=resumable).reached()
     assert calls == ["left"] * leaves
+
+
+def test_a_site_of_the_command_line_does_not_leave_for_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weightgrad train` prints one line. A worker that died while the checkpoint was written is such an error."""
+
+    def fails() -> None:
+        raise CheckpointError("cannot write the checkpoint: connection closed by peer")
+
+    monkeypatch.setattr(sys, "last_type", None, raising=False)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit):
+        cli.main()
+    calls: list[str] = []
+    ScriptEnd(lambda: calls.append("left"), resumable=True).reached()
+    assert not calls
 
 
 def test_a_forked_child_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

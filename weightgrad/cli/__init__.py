@@ -70,4 +70,6 @@ def main() -> None:
         app()
     except WeightGradError as error:
         print(f"weightgrad: {type(error).__name__}: {error}", file=sys.stderr)
+        # As Python does for an error that nothing catches: a site that is started again must not leave at exit.
+        sys.last_type, sys.last_value = type(error), error
         sys.exit(2)
