@@ -84,7 +84,9 @@ function tree(d) {
   const places = shown.map((s, i) => [cell * (i % columns + 0.5), 160 + Math.floor(i / columns) * 140]);
   shown.forEach((s, i) => {
     const down = (s.cut || s.connected === false) && !s.finished, flow = s.up_bit_s + s.down_bit_s;
-    shape(svg, "line", { x1: sx, y1: sy, x2: places[i][0], y2: places[i][1], class: "edge" + (down ? " bad" : flow ? "" : " idle"),
+    const [x, y] = places[i], left = cell * (i % columns), gutter = Math.abs(left - sx) < Math.abs(left + cell - sx) ? left : left + cell;
+    const between = i < columns ? "" : `L${gutter} 125V${y - 45}`; // a lower row is reached between the boxes above it
+    shape(svg, "path", { d: `M${sx} ${sy}${between}L${x} ${y}`, fill: "none", class: "edge" + (down ? " bad" : flow ? "" : " idle"),
       "stroke-width": 1.5 + 5 * Math.sqrt(flow / most) });
   });
   shape(svg, "rect", { x: sx - 80, y: sy - 22, width: 160, height: 44, rx: 12, class: "node" });
