@@ -127,6 +127,8 @@ def add_entries(payload: Payload, areas: Sequence[tuple[int, Tensor]], mode: int
         DecodeError: It is not something that the encoder writes; nothing was written.
     """
     streams, inner = _read(payload)
+    if mode == fixed.STORE and not streams.good():
+        raise _bad_indices(streams)
     values: Tensor | gaps.Signs | None = None
     # On a device the one size would have to be read back, so there the signs become values first.
     on_host = all(tensor.device.type == "cpu" for tensor in (payload.body, *(out for _, out in areas)))
@@ -137,8 +139,6 @@ def add_entries(payload: Payload, areas: Sequence[tuple[int, Tensor]], mode: int
         values = fixed.scratch("entries", like.new_empty(1).expand(streams.count))
         registry.decode_into(inner, values, fixed.STORE)
     if mode == fixed.STORE:
-        if not streams.good():
-            raise _bad_indices(streams)
         for _, out in areas:
             dense.clear(out)
     if not streams.scatter(values, areas, mode, share):

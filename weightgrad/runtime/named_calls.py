@@ -60,7 +60,7 @@ class NamedCalls:
         self._models[name], self._optimizers[name] = model, optimizer
         compiled = [one for one in model.modules() if type(one).__name__ == "OptimizedModule"]
         for module in compiled or model.modules():
-            self._handles.append(module.register_forward_pre_hook(_Entering(self._enter)))
+            self._handles.append(module.register_forward_pre_hook(_Entering(torch.compiler.disable(self._enter))))
         self._handles.append(stepping.register_step_pre_hook(self._before_step))
 
     def take(self) -> tuple[dict[str, nn.Module], dict[str, Any], dict[str, Any]]:
@@ -85,7 +85,6 @@ class _Entering:
     def __reduce__(self) -> tuple[type[_Entering], tuple[()]]:
         return _Entering, ()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Called by torch before the module computes."""
         if self._enter is not None:
