@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weightgrad import codecs
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.server_state import ServerState
-from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.shard_orders import LoadOrder
 from weightgrad.core.site_state import SiteState
 from weightgrad.core.strategies import PRESETS, find
 from weightgrad.errors import ProtocolError, SpecError

@@ -18,7 +18,7 @@ from torch import Tensor
 from weightgrad.codecs.registry import decode_into
 from weightgrad.core import pieces
 from weightgrad.core.layout import Layout
-from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.shard_orders import LoadOrder
 from weightgrad.core.site_state import SiteState
 from weightgrad.core.strategies import PRESETS, find
 from weightgrad.core.update_shard import UpdateShard

@@ -23,8 +23,8 @@ from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_shard import ServerShard
+from weightgrad.core.shard_orders import PushOrder
 from weightgrad.core.site_coordinator import SiteCoordinator
-from weightgrad.core.site_orders import PushOrder
 from weightgrad.core.strategies import Strategy, find
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.kernels import fixed

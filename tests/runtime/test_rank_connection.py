@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weightgrad.codecs import Fp32
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
-from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.shard_orders import LoadOrder
 from weightgrad.core.strategies import find
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError, RefusedError

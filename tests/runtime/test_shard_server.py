@@ -16,7 +16,7 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
 from weightgrad.core.result_log import MemoryResultLog
 from weightgrad.core.server_shard import ServerShard
-from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.shard_orders import LoadOrder
 from weightgrad.core.strategies import find
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightgrad.core.site_orders import ApplyOrder, LoadOrder, PushOrder
+from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.runtime.site_orders import (
     Abandon,
     Apply,

@@ -10,7 +10,7 @@ from torch import Tensor
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import LocalModel
 from weightgrad.core.pieces import Piece
-from weightgrad.core.site_orders import ApplyOrder, LoadOrder, PushOrder
+from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.core.site_shard import ShardPlan, SiteShard
 from weightgrad.core.state_memory import StateMemory
 from weightgrad.core.vector_checks import with_prefix, without_prefix

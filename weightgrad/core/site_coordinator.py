@@ -27,8 +27,8 @@ from weightgrad.core.pushes_in_flight import PushesInFlight
 from weightgrad.core.replay import Replay
 from weightgrad.core.result_inbox import ResultInbox
 from weightgrad.core.round_trigger import RoundTrigger, Squares
+from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.core.site_joining import SiteJoining
-from weightgrad.core.site_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.core.site_progress import SiteProgress
 from weightgrad.core.site_schedule import SiteSchedule, StepTimer
 from weightgrad.core.site_strategy import SiteStrategy

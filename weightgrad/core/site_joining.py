@@ -21,7 +21,7 @@ from weightgrad.core.pushes_in_flight import PushesInFlight
 from weightgrad.core.replay import Replay
 from weightgrad.core.result_inbox import ResultInbox
 from weightgrad.core.resume import Resume
-from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.shard_orders import LoadOrder
 from weightgrad.core.site_progress import SiteProgress
 from weightgrad.core.site_schedule import SiteSchedule
 from weightgrad.errors import ProtocolError

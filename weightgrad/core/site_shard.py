@@ -26,7 +26,7 @@ from weightgrad.core.pieces import Piece
 from weightgrad.core.residual import Look, Residual
 from weightgrad.core.resume import Resume
 from weightgrad.core.selectors import All, Selector, View
-from weightgrad.core.site_orders import ApplyOrder, LoadOrder, PushOrder
+from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.core.state_memory import HostMemory, StateMemory
 from weightgrad.core.step_update import StepUpdate
 from weightgrad.core.vector_checks import with_prefix, without_prefix

@@ -25,8 +25,8 @@ from weightgrad.core.ahead_model import AheadModel, OwnPush
 from weightgrad.core.global_model import GlobalModel, Replica, digest_of
 from weightgrad.core.gradient_shard import GradientShard
 from weightgrad.core.local_model import FlatModel, scatter
+from weightgrad.core.shard_orders import LoadOrder, PushOrder
 from weightgrad.core.site_coordinator import SiteCoordinator
-from weightgrad.core.site_orders import LoadOrder, PushOrder
 from weightgrad.core.site_schedule import StepTimer
 from weightgrad.core.site_shard import SiteShard
 from weightgrad.core.site_strategy import SiteStrategy

@@ -23,7 +23,7 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import LocalModel, add_into, gather, scatter
 from weightgrad.core.pieces import Piece
 from weightgrad.core.segment_index import SegmentIndex
-from weightgrad.core.site_orders import ApplyOrder, LoadOrder, PushOrder
+from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.core.site_shard import ShardPlan, SiteShard
 from weightgrad.core.state_memory import StateMemory, result_in
 from weightgrad.kernels import dense, fixed

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from weightgrad.core.site_orders import LoadOrder
+from weightgrad.core.shard_orders import LoadOrder
 from weightgrad.core.site_shard import SiteShard
 from weightgrad.errors import LinkError, ProtocolError
 from weightgrad.runtime.admission_messages import rank_sends_model

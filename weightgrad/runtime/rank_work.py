@@ -16,8 +16,8 @@ from torch import Tensor
 from weightgrad.core.global_model import digest_of
 from weightgrad.core.gradient_shard import GradientShard
 from weightgrad.core.random_streams import RunStream
+from weightgrad.core.shard_orders import PushOrder
 from weightgrad.core.shared_buffers import BUFFER
-from weightgrad.core.site_orders import PushOrder
 from weightgrad.core.site_shard import SiteShard
 from weightgrad.core.site_strategy import SiteStrategy
 from weightgrad.core.update_shard import UpdateShard

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from weightgrad.core.shard_orders import PushOrder
 from weightgrad.core.site_coordinator import SiteCoordinator
-from weightgrad.core.site_orders import PushOrder
 from weightgrad.event_log import EventLog
 from weightgrad.runtime.admission_messages import AdmissionReply
 from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from weightgrad.core.site_orders import ApplyOrder, LoadOrder, PushOrder
+from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.wire.message_bytes import pack, unpack
 from weightgrad.wire.messages import JoinReply, RoundResult
 

@@ -16,7 +16,7 @@ from weightgrad.cli import app
 from weightgrad.core.push_facts import PushFacts
 from weightgrad.core.residual import Residual
 from weightgrad.core.server_shard import ServerShard
-from weightgrad.core.site_orders import ApplyOrder
+from weightgrad.core.shard_orders import ApplyOrder
 from weightgrad.core.update_shard import UpdateShard
 from weightgrad.lab.chaos.random_faults import FAR_SECONDS, LOSS, NARROW, SLOWER, random_conditions, random_faults
 from weightgrad.lab.chaos.simulated import SimulatedChaos, replay
