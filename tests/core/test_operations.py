@@ -110,14 +110,14 @@ def test_a_site_that_is_removed_is_not_waited_for_and_may_join_again() -> None:
 
 
 def test_what_a_removed_site_has_pushed_counts() -> None:
-    one, twin = server(sites="ab"), server(sites="ab")
-    for made in (one, twin):
+    one, other = server(sites="ab"), server(sites="ab")
+    for made in (one, other):
         made.receive(push("b", 1, noise(2)), 0.0)
     one.operate(Operation(Action.REMOVE, "b"), 0.5)
-    for made in (one, twin):
+    for made in (one, other):
         made.receive(push("a", 1, noise(1)), 1.0)
-    assert one.coordinator.version == twin.coordinator.version == 1
-    assert torch.equal(one.global_model.vector, twin.global_model.vector)
+    assert one.coordinator.version == other.coordinator.version == 1
+    assert torch.equal(one.global_model.vector, other.global_model.vector)
 
 
 @pytest.mark.parametrize("action", [Action.REMOVE, Action.SET_ASIDE, Action.TAKE_BACK])

@@ -42,7 +42,7 @@ class AheadModel:
 
     def __init__(self, global_model: GlobalModel) -> None:
         self._global_model = global_model
-        self._model = global_model.twin()
+        self._model = global_model.copy()
 
     @property
     def vector(self) -> Tensor:
@@ -56,6 +56,6 @@ class AheadModel:
 
     def begin_again(self, in_flight: Iterable[OwnPush]) -> None:
         """Go back to the global model, and take the steps with what is in flight, the oldest first."""
-        self._model.become(self._global_model)
+        self._model.copy_from(self._global_model)
         for push in in_flight:
             self.advance(push)

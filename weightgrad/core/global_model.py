@@ -187,7 +187,7 @@ class GlobalModel:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def twin(self) -> GlobalModel:
+    def copy(self) -> GlobalModel:
         """A copy with an optimizer of its own; both may use the same memory for the gradient of a step."""
         gradient = self._gradient if self.takes_gradients and not self.elsewhere else None
         found = GlobalModel(
@@ -199,11 +199,11 @@ class GlobalModel:
             gradient=gradient,
             elsewhere=self.elsewhere,
         )
-        found.become(self)
+        found.copy_from(self)
         return found
 
-    def become(self, other: GlobalModel) -> None:
-        """Have the weights, the optimizer's state and the version of a twin."""
+    def copy_from(self, other: GlobalModel) -> None:
+        """Take over the weights, the optimizer's state and the version of another replica."""
         self.vector.copy_(other.vector)
         self.version, self.step = other.version, other.step
         if self._optimizer is not None and other._optimizer is not None:

@@ -39,7 +39,7 @@ from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.rank_step import RankStep
 from weightgrad.runtime.rank_work import RankWork
 from weightgrad.runtime.site_checkpoint import SiteCheckpoint
-from weightgrad.runtime.site_end import SiteEnd
+from weightgrad.runtime.site_departure import SiteDeparture
 from weightgrad.runtime.site_leader import SiteLeader
 from weightgrad.runtime.site_orders import Measure
 from weightgrad.runtime.trained_model import TrainedModel
@@ -369,15 +369,15 @@ class SiteTraining:
             self._work.follow()
         if self._progress is not None and self.coordinator is not None:
             self._progress.tell_trackers(self.steps, self.coordinator.version, self.coordinator.schedule.current)
-        end = SiteEnd(self._work, self._group, self.connection, self._model, self.rank_step)
-        end.show_global_model()
+        departure = SiteDeparture(self._work, self._group, self.connection, self._model, self.rank_step)
+        departure.show_global_model()
         if self.checkpoint is not None:
             self.checkpoint.write(self.steps, self.coordinator)
             self.checkpoint.wait()
-        end.hand_over(self._reply.seed, self.coordinator)
+        departure.hand_over(self._reply.seed, self.coordinator)
         if self.leader is not None:
             self.connection.send_control(Leave(site=self.name))
-        end.write(self._events, self.name, self.waited)
+        departure.write(self._events, self.name, self.waited)
         self.connection.close()
         if self.leader is not None:
             log.info("%s leaves", self.name)

@@ -22,7 +22,7 @@ from weightgrad.runtime.trained_model import TrainedModel
 from weightgrad.wire.intervals import Intervals
 
 
-class SiteEnd:
+class SiteDeparture:
     """What every rank does when its site has finished training.
 
     Args:
