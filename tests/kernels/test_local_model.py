@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def push(spec: str, first: int, numel: int, seed: int) -> tuple[Payload, AddedEn
 
 
 def parts_of(vector: Tensor) -> list[tuple[int, Tensor]]:
-    return [(first, vector[first:last].clone()) for first, last in zip(CUTS[:-1], CUTS[1:], strict=True)]
+    return [(first, vector[first:last].clone()) for first, last in pairwise(CUTS)]
 
 
 def joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
