@@ -28,7 +28,8 @@ from weightgrad.codecs.powersgd import PowerSgd
 from weightgrad.codecs.qsgd import Qsgd
 from weightgrad.codecs.registry import Format, decode, decode_add, formats
 from weightgrad.codecs.sign import Sign, majority_vote
-from weightgrad.codecs.sparse import Threshold, TopK, pack_entries, unpack_entries
+from weightgrad.codecs.sparse import Threshold, TopK, pack_entries
+from weightgrad.codecs.sparse_entries import unpack_entries
 from weightgrad.codecs.spec import available, explain, parse, signature, summary
 from weightgrad.codecs.terngrad import TernGrad
 from weightgrad.codecs.warmup import WarmUp

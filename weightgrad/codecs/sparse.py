@@ -18,7 +18,6 @@ import dataclasses
 import math
 import struct
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,12 +28,11 @@ from weightgrad.codecs import registry
 from weightgrad.codecs.codec import Benchmark, Codec, Stage, State, between, flat32, joined, not_finite, state_tensor
 from weightgrad.codecs.floats import Fp32
 from weightgrad.codecs.payload import Payload
-from weightgrad.codecs.sign import one_size
+from weightgrad.codecs.sparse_entries import PARAMS
 from weightgrad.codecs.spec import codec
-from weightgrad.errors import BodyContentError, EncodeError, ParamsError, SpecError
-from weightgrad.kernels import bits, dense, fixed, gaps, noise, select
+from weightgrad.errors import EncodeError, SpecError
+from weightgrad.kernels import bits, fixed, noise, select
 
-PARAMS = "<QQBBBx"  # entries, bits of the unary stream, Rice?, width, format of the values
 _SAMPLE = 1 << 15  # elements, at most; which they are changes how long the search takes, not what it finds
 _LEAST_SAMPLE = 1 << 13
 _TOLERANCE = 0.1
@@ -90,129 +88,6 @@ def pack_entries(
     head = struct.pack(PARAMS, indices.numel(), code.unary_bits, code.rice, code.width, registry.wire_id(inner.codec))
     body = joined([low, unary, gap, inner.body], out)
     return Payload("sparse", like.dtype, tuple(like.shape), head + inner.params, body), inner
-
-
-@registry.register("sparse", 9, PARAMS, ("entries", "unary_bits", "rice", "width", "values_format"))
-def decode_sparse(payload: Payload, out: Tensor, mode: int) -> None:
-    """Decode low bits of the gaps, their unary part, zeros to a multiple of 8, and the body of the values."""
-    put_entries(payload, out, mode)
-
-
-def put_entries(payload: Payload, out: Tensor, mode: int, share: float = 1.0) -> None:
-    """Write the entries of a sparse payload to their places, and with `fixed.STORE` zeros to the others.
-
-    Args:
-        payload: A payload of the format "sparse".
-        out: Flat float32 of the payload's size.
-        mode: `fixed.STORE`, `ADD` or `SUBTRACT`.
-        share: What each value is multiplied by.
-
-    Raises:
-        DecodeError: It is not something that the encoder writes; nothing was written.
-    """
-    add_entries(payload, [(0, out)], mode, share)
-
-
-def add_entries(payload: Payload, areas: Sequence[tuple[int, Tensor]], mode: int, share: float = 1.0) -> None:
-    """Write the entries of a sparse payload to their places in several tensors; the others are as `put_entries` says.
-
-    Args:
-        payload: A payload of the format "sparse".
-        areas: Flat contiguous float32 tensors, each with the place of its first element in the payload, ascending. An
-            entry that lies in none of them is left out. They are where the payload is, or there is only one.
-        mode: `fixed.STORE`, `ADD` or `SUBTRACT`.
-        share: What each value is multiplied by.
-
-    Raises:
-        DecodeError: It is not something that the encoder writes; nothing was written.
-    """
-    streams, inner = _read(payload)
-    if mode == fixed.STORE and not streams.good():
-        raise _bad_indices(streams)
-    values: Tensor | gaps.Signs | None = None
-    # On a device the one size would have to be read back, so there the signs become values first.
-    on_host = all(tensor.device.type == "cpu" for tensor in (payload.body, *(out for _, out in areas)))
-    if inner.codec == "sign" and on_host:
-        values = one_size(inner)
-    if values is None:
-        like = areas[0][1] if areas else torch.empty(0)
-        values = fixed.scratch("entries", like.new_empty(1).expand(streams.count))
-        registry.decode_into(inner, values, fixed.STORE)
-    if mode == fixed.STORE:
-        for _, out in areas:
-            dense.clear(out)
-    if not streams.scatter(values, areas, mode, share):
-        raise _bad_indices(streams)
-
-
-def unpack_entries(payload: Payload, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Unpack the entries of a sparse payload.
-
-    Args:
-        payload: A payload of the format "sparse".
-        device: Where the values are decoded; None is the payload's device.
-
-    Returns:
-        The indices, ascending, and the float32 values at them.
-
-    Raises:
-        DecodeError: It is not something that the encoder writes.
-    """
-    streams, inner = _read(payload)
-    indices = streams.indices()
-    if indices is None:
-        raise _bad_indices(streams)
-    return indices, _values(inner, device)
-
-
-def unpack_values(payload: Payload) -> Tensor:
-    """Unpack the values of the entries alone; the indices are checked all the same.
-
-    Raises:
-        DecodeError: As of `unpack_entries`.
-    """
-    streams, inner = _read(payload)
-    if not streams.good():
-        raise _bad_indices(streams)
-    return _values(inner, None)
-
-
-def _values(inner: Payload, device: torch.device | None) -> Tensor:
-    values = torch.empty(inner.numel, dtype=torch.float32, device=inner.body.device if device is None else device)
-    registry.decode_into(inner, values, fixed.STORE)
-    return values
-
-
-def _read(payload: Payload) -> tuple[gaps.GapStreams, Payload]:
-    """The streams of the indices, which may still turn out to be bad, and the payload of the values."""
-    size = struct.calcsize(PARAMS)
-    if len(payload.params) < size:
-        raise ParamsError(f"sparse: {len(payload.params)} bytes of parameters, expected at least {size}")
-    count, unary_bits, rice, width, identifier = struct.unpack(PARAMS, payload.params[:size])
-    name = registry.wire_name(identifier)
-    n = payload.numel
-    streams = unary_bits >= count if rice else unary_bits == 0
-    if name in (None, "sparse") or count > n or width > bits.MAX_WIDTH or rice > 1 or not streams:
-        raise ParamsError(
-            f"sparse: {count} entries of {n}, width {width}, rice {rice}, values format {identifier}: "
-            "not something the encoder writes"
-        )
-    code = bits.GapCode(bool(rice), width, unary_bits)
-    low_bytes = code.low_bytes(count)
-    indexed = low_bytes + code.unary_bytes
-    start = indexed + -indexed % 8
-    rest = max(0, payload.body.numel() - start)
-    low, unary, gap, body = registry.sections(payload, low_bytes, code.unary_bytes, start - indexed, rest)
-    found = gaps.GapStreams(low, unary, count, code, n)
-    if bool(gap.any()):
-        raise _bad_indices(found)
-    return found, Payload(str(name), payload.dtype, (count,), payload.params[size:], body)
-
-
-def _bad_indices(streams: gaps.GapStreams) -> BodyContentError:
-    return BodyContentError(
-        f"sparse: the index stream does not hold {streams.count} ascending indices below {streams.numel}"
-    )
 
 
 class Chosen(NamedTuple):

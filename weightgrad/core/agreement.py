@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightgrad.codecs import unpack_entries
 from weightgrad.wire.messages import Segment
 
 _COMPARE_ALL_BELOW = 1 << 21  # elements of the largest model of which every entry is compared
@@ -44,9 +43,8 @@ class Agreement:
         """Add one site's push. Only sparse segments count: a dense one does not choose its entries."""
         self._sites += 1
         for segment in segments if self._sites <= _MAX_SITES else ():
-            if segment.payload.codec == "sparse":
-                entries, decoded = unpack_entries(segment.payload)
-                indices, values = _places(entries.cpu().numpy(), segment), decoded.cpu().numpy()
+            if (entries := segment.entries) is not None:
+                indices, values = _places(entries.indices().cpu().numpy(), segment), entries.values().cpu().numpy()
                 kept = (values != 0) & self._is_sampled(indices)
                 self._indices.append(indices[kept])
                 self._signs.append(np.signbit(values[kept]))

@@ -19,7 +19,6 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Codec, Fp32
 from weightgrad.codecs.registry import decode_into
-from weightgrad.codecs.sparse import unpack_values
 from weightgrad.core import pieces
 from weightgrad.core.aggregators import Aggregator, Contribution, Memory
 from weightgrad.core.agreement import Agreement, Signs
@@ -119,8 +118,8 @@ class ServerShard:
     def _squares(self, segments: Sequence[Segment]) -> float:
         total = 0.0
         for segment in segments:
-            if segment.payload.codec == "sparse":
-                values = unpack_values(segment.payload)
+            if segment.entries is not None:
+                values = segment.entries.checked_values()
             else:
                 values = self._scratch.of("decoded", segment.payload.numel)
                 decode_into(segment.payload, values, fixed.STORE)

@@ -193,6 +193,7 @@ class SiteShard(ABC):
                 segment = self.residual.take(piece, fresh, selector, self._view(order), count=order.round, codec=codec)
                 if rest is not None:
                     self.residual.put(piece, rest)
+                self._taken(order, piece, segment)
                 if segment is not None:
                     yield segment
 
@@ -244,6 +245,10 @@ class SiteShard(ABC):
     @abstractmethod
     def _fresh(self, piece: Piece, gradient: LocalModel | None) -> Tensor:
         """What was made since the last push, in memory that is used again."""
+
+    def _taken(self, order: PushOrder, piece: Piece, segment: Segment | None) -> None:
+        """A piece of a push has been encoded; the push is not in flight yet. None: nothing of the piece leaves."""
+        del order, piece, segment
 
     @abstractmethod
     def _pushed(self, order: PushOrder, chosen: tuple[Piece, ...]) -> None:

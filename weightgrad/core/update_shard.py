@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from weightgrad.codecs.sparse_entries import check_streams
 from weightgrad.core import pieces
 from weightgrad.core.aggregators import relayed_shares
 from weightgrad.core.global_model import WEIGHTS, check_complete
@@ -26,7 +27,8 @@ from weightgrad.core.segment_index import SegmentIndex
 from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.core.site_shard import ShardPlan, SiteShard
 from weightgrad.core.state_memory import StateMemory, result_in
-from weightgrad.kernels import dense, fixed
+from weightgrad.kernels import dense, fixed, local_model
+from weightgrad.kernels.local_model import AddedEntries
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
 
@@ -58,6 +60,7 @@ class UpdateShard(SiteShard):
         self.anchor = self.global_model.clone() if plan.resume.own_share else None
         self._in_flight_share = 1.0
         self._waiting = Intervals(())  # where the local model is not at the reference: the next result puts it there
+        self._placed: set[Piece] = set()  # while a push is encoded: pieces at the reference that it leads to
         self._indices: dict[int, SegmentIndex] = {}  # of the pushes in flight
         self._not_loaded: Intervals | None = None  # while a download is under way: what has not come yet
         if self.step_update is not None:
@@ -122,16 +125,25 @@ class UpdateShard(SiteShard):
             self.reference(piece.intervals, out)
             local = self._reads.read(piece.intervals, self.scratch.of("local", piece.numel))
             return torch.sub(local, out, out=out)
-        if self.anchor is None and not self._in_flight_in(piece.intervals):
-            weights, (residual, share) = self._weights(piece.intervals), self._residual_share(piece.intervals)
-            for part, own in _parts(views):
-                left = None if residual is None else residual[part]
-                dense.distance(own, weights[part], left, share, out[part])
+        entries = self._entries(piece, self._in_flight_in(piece.intervals), self._in_flight_share)
+        if self.anchor is None and entries is not None:
+            where = self._weights(piece.intervals), *self._residual_share(piece.intervals), entries
+            check_streams(local_model.distance(views, *where, out), entries)
             return out
         self.reference(piece.intervals, out)
         for part, own in _parts(views):
             torch.sub(own, out[part], out=out[part])
         return out
+
+    def _entries(self, piece: Piece, segments: Sequence[Segment], share: float) -> list[AddedEntries] | None:
+        """Segments as entries of a piece; None if one of them is not sparse, or not within the piece."""
+        found: list[AddedEntries] = []
+        for number, segment in enumerate(segments):
+            place, entries = piece.intervals.slice_of(segment.intervals), segment.entries
+            if place is None or entries is None or number == local_model.MOST_PUSHES:
+                return None
+            found.append(entries.added(place.start, share, f"entries {number}"))
+        return found
 
     def fresh_update(self) -> Tensor:
         """What the local steps did since the last push, for all held elements; a new vector, for tests and audits."""
@@ -146,18 +158,27 @@ class UpdateShard(SiteShard):
     def _place(self, chosen: tuple[Piece, ...]) -> None:
         """Put the local model at the reference."""
         for piece in chosen:
-            in_flight = self._in_flight_in(piece.intervals)
-            within = all(piece.intervals.contains(segment.intervals) for segment in in_flight)
-            views = self.local.views(piece.intervals) if self.anchor is None and within else None
-            if views is None:
+            if not self._place_at_once(piece, self._in_flight_in(piece.intervals), self._in_flight_share):
                 out = self.reference(piece.intervals, self.scratch.of("fresh", piece.numel))
                 self.local.write(piece.intervals, out)
-                continue
-            weights, (residual, share) = self._weights(piece.intervals), self._residual_share(piece.intervals)
-            for part, own in _parts(views):
-                dense.reference(weights[part], None if residual is None else residual[part], share, own)
-            for segment in in_flight:
-                self.local.add_segment(segment, fixed.ADD, share=self._in_flight_share)
+
+    def _place_at_once(self, piece: Piece, in_flight: Sequence[Segment], share: float) -> bool:
+        """Put the local model of a piece at the reference in one pass over its memory, if that is possible."""
+        views = None if self.anchor is not None else self.local.views(piece.intervals)
+        entries = None if views is None else self._entries(piece, in_flight, share)
+        if views is None or entries is None:
+            return False
+        where = self._weights(piece.intervals), *self._residual_share(piece.intervals), entries
+        check_streams(local_model.place(views, *where), entries)
+        return True
+
+    def _taken(self, order: PushOrder, piece: Piece, segment: Segment | None) -> None:
+        """Place a piece while it is in the cache: nothing that is encoded later looks at it."""
+        self._placed.discard(piece)  # of a push that failed
+        if order.places and not self._apart:
+            in_flight = [*self._in_flight_in(piece.intervals), *(() if segment is None else (segment,))]
+            if self._place_at_once(piece, in_flight, order.in_flight_share):
+                self._placed.add(piece)
 
     # -- rounds --------------------------------------------------------------------------------
 
@@ -168,7 +189,8 @@ class UpdateShard(SiteShard):
                 scatter(self.anchor, self.held, piece.intervals, own)
         elif order.places:
             self._in_flight_share = order.in_flight_share
-            self._place(chosen)
+            self._place(tuple(piece for piece in chosen if piece not in self._placed))
+            self._placed.clear()
         elif order.waits:  # what the push is not about keeps its fresh update
             self._waiting = Intervals.of(span for piece in chosen for span in piece.intervals.spans)
         if self.step_update is not None:

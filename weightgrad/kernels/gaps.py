@@ -40,8 +40,8 @@ class GapStreams:
     code: GapCode
     numel: int
 
-    @property
-    def _native(self) -> native.GapStreams:
+    def as_native(self) -> native.GapStreams:
+        """As C takes them."""
         low, unary = self.low.data_ptr(), self.unary.data_ptr()
         counts = self.unary.numel(), self.count, self.numel
         return native.GapStreams(low, unary, *counts, self.code.width, self.code.rice)
@@ -51,7 +51,7 @@ class GapStreams:
         lib = native.library_for(self.low)
         if lib is None:
             return _unpack_reference(self) is not None
-        return not lib.wg_check_gaps(ctypes.byref(self._native))
+        return not lib.wg_check_gaps(ctypes.byref(self.as_native()))
 
     def indices(self) -> Tensor | None:
         """The indices, int64; None if the streams are not good."""
@@ -59,7 +59,7 @@ class GapStreams:
         if lib is None:
             return _unpack_reference(self)
         indices = torch.empty(self.count, dtype=torch.int64)
-        bad = lib.wg_unpack_gaps(ctypes.byref(self._native), indices.data_ptr())
+        bad = lib.wg_unpack_gaps(ctypes.byref(self.as_native()), indices.data_ptr())
         return None if bad else indices
 
     def scatter(
@@ -81,11 +81,8 @@ class GapStreams:
         if lib is not None and all(out.device == self.low.device for _, out in areas):
             ends = [(first, first + out.numel(), out.data_ptr()) for first, out in areas]
             room = (native.Area * len(ends))(*(native.Area(*end) for end in ends))
-            if isinstance(values, Signs):
-                what = native.EntryValues(None, values.bits.data_ptr(), values.size, share)
-            else:
-                what = native.EntryValues(values.data_ptr(), None, 0.0, share)
-            return not lib.wg_scatter_gaps(ctypes.byref(self._native), ctypes.byref(what), mode, room, len(ends))
+            streams, what = self.as_native(), entry_values(values, share)
+            return not lib.wg_scatter_gaps(ctypes.byref(streams), ctypes.byref(what), mode, room, len(ends))
         indices = self.indices()
         if indices is None:
             return False
@@ -102,6 +99,13 @@ class GapStreams:
             return slice(self.count)
         edges = torch.tensor([first, end]).to(indices.device)
         return slice(*torch.searchsorted(indices, edges).cpu().tolist())
+
+
+def entry_values(values: Tensor | Signs, share: float) -> native.EntryValues:
+    """Values and what each is multiplied by, as C takes them."""
+    if isinstance(values, Signs):
+        return native.EntryValues(None, values.bits.data_ptr(), values.size, share)
+    return native.EntryValues(values.data_ptr(), None, 0.0, share)
 
 
 def _unpack_reference(streams: GapStreams) -> Tensor | None:

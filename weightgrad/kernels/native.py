@@ -107,6 +107,12 @@ class EntryValues(ctypes.Structure):
     )
 
 
+class Entries(ctypes.Structure):
+    """`wg_entries` of wg.h."""
+
+    _fields_ = (("streams", GapStreams), ("values", EntryValues), ("first", ctypes.c_uint64))
+
+
 class Area(ctypes.Structure):
     """`wg_area` of wg.h."""
 
@@ -134,6 +140,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_clear": (None, (_POINTER, _SIZE)),
     "wg_reference": (None, (_POINTER, _POINTER, _FLOAT, _SIZE, _POINTER)),
     "wg_distance": (None, (_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _POINTER)),
+    "wg_local_model": (_INT, (_POINTER, _POINTER, _FLOAT, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER)),
     "wg_nesterov": (None, (_POINTER, _FLOAT, _POINTER, _FLOAT, _FLOAT, _SIZE)),
     "wg_lowrank": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_largest": (ctypes.c_uint32, (_POINTER, _SIZE)),

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from weightgrad.codecs import unpack_entries
-from weightgrad.codecs.sparse import add_entries
 from weightgrad.core.layout import Layout
 from weightgrad.errors import StrategyError
 from weightgrad.kernels import fixed
@@ -247,7 +245,8 @@ class ModuleWeights:
     def add_segment(self, segment: Segment, mode: int, *, share: float = 1.0) -> None:
         """Add a share of what a segment decodes to; of a sparse one only its entries are touched."""
         self._expected.forget()
-        if segment.payload.codec != "sparse":
+        entries = segment.entries
+        if entries is None:
             here = segment.intervals & self.available
             decoded = torch.zeros(here.numel, device=segment.payload.body.device)
             segment.into(decoded, mode, here, share=share)
@@ -257,10 +256,10 @@ class ModuleWeights:
         parts = [(stretch, own) for stretch in stretches if (own := self._part(stretch)) is not None]
         if all(own.dtype == torch.float32 and own.device == segment.payload.body.device for _, own in parts):
             self._written += parts
-            add_entries(segment.payload, [(stretch.offset, own) for stretch, own in parts], mode, share)
+            entries.write([(stretch.offset, own) for stretch, own in parts], mode, share)
             self._put_back()
             return
-        indices, values = unpack_entries(segment.payload)
+        indices, values = entries.indices(), entries.values()
         if share != 1:
             values.mul_(share)
         if mode == fixed.SUBTRACT:

@@ -21,7 +21,7 @@ from torch import Tensor
 from weightgrad import codecs, wire
 from weightgrad.codecs import Codec, Payload
 from weightgrad.codecs.registry import decode_into
-from weightgrad.codecs.sparse import put_entries
+from weightgrad.codecs.sparse_entries import SparseEntries
 from weightgrad.errors import ProtocolError, SpecError
 from weightgrad.kernels import fixed
 from weightgrad.wire.intervals import Intervals, Span
@@ -81,6 +81,15 @@ class Segment:
             return Intervals(self.spans)
         return Intervals(((self.start, self.end),) if self.payload.numel else ())
 
+    @cached_property
+    def entries(self) -> SparseEntries | None:
+        """The entries of a sparse payload, which a round works on several times; None if it is not sparse.
+
+        Raises:
+            DecodeError: The payload is not something that the encoder writes.
+        """
+        return SparseEntries.of(self.payload) if self.payload.codec == "sparse" else None
+
     @property
     def end(self) -> int:
         """One past the last element."""
@@ -106,11 +115,12 @@ class Segment:
                 )
             held = Intervals.whole(vector.numel())
         place = held.slice_of(self.intervals)
+        entries = self.entries
+        if place is not None and entries is not None:
+            entries.write([(0, vector[place])], mode, share)
+            return
         if place is not None and share == 1:
             decode_into(self.payload, vector[place], mode)
-            return
-        if place is not None and mode != fixed.STORE and self.payload.codec == "sparse":
-            put_entries(self.payload, vector[place], mode, share)
             return
         values = torch.empty(self.payload.numel, device=vector.device)
         decode_into(self.payload, values, fixed.STORE)

@@ -167,3 +167,41 @@ WG_API int wg_scatter_gaps(const wg_gap_streams *s, const wg_entry_values *value
     }
     return 0;
 }
+
+int wg_entries_good(const wg_entries *e) { return good(&e->streams); }
+
+void wg_entry_cursor_begin(wg_entry_cursor *c, const wg_entries *e) {
+    begin(&c->gaps, &e->streams);
+    c->entries = e, c->narrow = narrow(&e->streams), c->next = c->have = 0;
+}
+
+static void next_run(wg_entry_cursor *c) {
+    const uint64_t first = c->gaps.at, left = c->gaps.k - first, m = left < WG_GAP_RUN ? left : WG_GAP_RUN;
+    c->next = 0, c->have = m;
+    if (!m) return;
+    values_of(&c->entries->values, first, m, c->values);
+#if WG_HAS_AVX2_UNIT
+    if (c->narrow) {
+        int32_t some[WG_GAP_RUN];
+        wg_gaps_read_avx2(&c->gaps, m, some);
+        for (uint64_t i = 0; i < m; i++) c->indices[i] = some[i];
+        return;
+    }
+#endif
+    read_wide(&c->gaps, m, c->indices);
+}
+
+void wg_entry_cursor_add(wg_entry_cursor *c, uint64_t end, float *out) {
+    const int64_t below = (int64_t)end - (int64_t)c->entries->first;
+    float *own = out + c->entries->first;
+    for (;;) {
+        if (c->next == c->have) {
+            if (c->gaps.at == c->gaps.k) return;
+            next_run(c);
+        }
+        uint64_t i = c->next;
+        for (; i < c->have && c->indices[i] < below; i++) own[c->indices[i]] += c->values[i];
+        c->next = i;
+        if (i < c->have) return;
+    }
+}

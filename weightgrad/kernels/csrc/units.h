@@ -93,6 +93,26 @@ typedef struct {
 uint64_t wg_gaps_low_sum_avx2(const wg_gaps *g);
 void wg_gaps_read_avx2(wg_gaps *g, uint64_t m, int32_t *indices);
 
+/* gaps: entries that are added to a vector from its beginning to its end, one stretch after the other. */
+typedef struct {
+    wg_gaps gaps;
+    const wg_entries *entries;
+    int narrow;
+    uint64_t next, have; /* of the run that has been read */
+    int64_t indices[WG_GAP_RUN];
+    float values[WG_GAP_RUN];
+} wg_entry_cursor;
+
+int wg_entries_good(const wg_entries *e);
+void wg_entry_cursor_begin(wg_entry_cursor *c, const wg_entries *e);
+/* Adds what lies below `end` and has not been added; `out` is where element 0 would be. */
+void wg_entry_cursor_add(wg_entry_cursor *c, uint64_t end, float *out);
+
+/* reference */
+void wg_reference_avx2(const float *weights, const float *residual, float share, uint64_t n, float *out);
+void wg_distance_avx2(const float *local, const float *weights, const float *residual, float share, uint64_t n, float *out);
+void wg_difference_avx2(const float *local, uint64_t n, float *out);
+
 /* columns */
 typedef struct {
     uint64_t rows, cols, tile;

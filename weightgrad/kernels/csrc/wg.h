@@ -79,6 +79,13 @@ typedef struct {
     float size, share;
 } wg_entry_values;
 
+/* Sparse entries that are added to a vector: their places count from `first` on. */
+typedef struct {
+    wg_gap_streams streams;
+    wg_entry_values values;
+    uint64_t first;
+} wg_entries;
+
 /* The memory of the elements first .. last-1. */
 typedef struct {
     uint64_t first, last;
