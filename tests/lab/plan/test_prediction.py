@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from weightgrad.core import strategies
+from weightgrad.lab.plan.data_range import range_of
 from weightgrad.lab.plan.decision import auto_decision
-from weightgrad.lab.plan.plan import wan_range
 from weightgrad.lab.plan.prediction import crossover_bit_s, predict, steps_to_play
 from weightgrad.lab.plan.scenario import Scenario, of_recipe
 from weightgrad.lab.recipes.recipe import Recipe
@@ -38,19 +38,20 @@ def test_time_and_bytes_are_the_simulators(name: str, recipe: Recipe, scenario: 
 
 
 @pytest.mark.parametrize("name", ["adaptive", "gaia", "weightgrad", "weightgrad-paper", "sparseloco"])
-def test_bytes_that_depend_on_the_data_lie_in_the_range(
+def test_what_depends_on_the_data_lies_in_the_range(
     name: str, recipe: Recipe, scenario: Scenario, tmp_path: Path
 ) -> None:
     run = simulate(recipe.with_settings([f"strategy={name}"]), tmp_path)
     strategy = strategies.find(name)
-    found = wan_range(scenario, strategy, predict(scenario, strategy))
+    found = range_of(scenario, strategy, predict(scenario, strategy))
     assert found is not None
-    assert found[0] <= run["wan_bytes"] <= found[1]
+    assert found.wan_bytes[0] <= run["wan_bytes"] <= found.wan_bytes[1]
+    assert found.seconds[0] <= run["virtual_seconds"] <= found.seconds[1]
 
 
 def test_bytes_that_do_not_depend_on_the_data_have_no_range(scenario: Scenario) -> None:
     strategy = strategies.find("qsgd")
-    assert wan_range(scenario, strategy, predict(scenario, strategy)) is None
+    assert range_of(scenario, strategy, predict(scenario, strategy)) is None
 
 
 def test_auto_has_its_parts_for_the_optimizer(recipe: Recipe) -> None:

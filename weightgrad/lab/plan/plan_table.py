@@ -111,7 +111,7 @@ def _strategy_row(plan: Plan, name: str, own: StrategyPlan) -> list[str]:
         f"{found.slowdown:.2f}",
         f"{found.round_steps:.3g}",
         show_seconds(waiting),
-        show_seconds(own.samples_seconds),
+        own.time_text,
         own.wan_text,
         show_bytes(sum(link.up_day + link.down_day for link in found.links)),
         f"{own.dollars:,.2f}",
