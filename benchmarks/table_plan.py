@@ -61,10 +61,10 @@ class Comparison:
     def row(self) -> str:
         """The comparison as a row of the table."""
         seconds, within = self.seconds, self.within
-        cells = [f"{seconds:.2f}", _cell(self.planned.seconds, "{:.2f}", within and within.seconds, 1)]
+        cells = [f"{seconds:.2f}", _cell(self.planned.seconds, "{:.2f}", within.seconds if within else None, 1)]
         cells += [_error(self.planned.seconds, seconds), f"{self.measured.seconds:.2f}"]
         cells += [_error(self.measured.seconds, seconds), f"{self.wan_bytes / 1e6:.3f}"]
-        cells += [_cell(self.planned.wan_bytes, "{:.3f}", within and within.wan_bytes, 1e6)]
+        cells += [_cell(self.planned.wan_bytes, "{:.3f}", within.wan_bytes if within else None, 1e6)]
         cells += [_error(self.planned.wan_bytes, self.wan_bytes), f"{self.measured.wan_bytes / 1e6:.3f}"]
         cells += [_error(self.measured.wan_bytes, self.wan_bytes)]
         return f"| {self.name}{'*' if within else ''} | {' | '.join(cells)} |"

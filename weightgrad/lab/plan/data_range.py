@@ -12,7 +12,7 @@ from weightgrad.lab.plan.scenario import Scenario
 from weightgrad.lab.plan.stand_in import ENDS
 
 _SELECTORS = ("gaia", "significant", "nonzero")  # whose choice depends on the values of the updates
-_ERROR = 0.02  # of bytes that do not depend on the data, at most
+_BYTES, _SECONDS = 0.02, 0.10  # errors of what does not depend on the data, at most
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def range_of(scenario: Scenario, strategy: Strategy, found: Prediction) -> DataR
         most_often = max(1.0, most.round_steps / max(1, trigger.every))
     nbytes = (found.wan_bytes, least.wan_bytes * fewest, most.wan_bytes * most_often)
     seconds = (found.seconds, _seconds(scenario, least, fewest), _seconds(scenario, most, most_often))
-    return DataRange(_around(nbytes), _around(seconds))
+    return DataRange(_around(nbytes, _BYTES), _around(seconds, _SECONDS))
 
 
 def _seconds(scenario: Scenario, found: Prediction, often: float) -> float:
@@ -65,5 +65,5 @@ def _seconds(scenario: Scenario, found: Prediction, often: float) -> float:
     return compute + (found.seconds - compute) * often
 
 
-def _around(ends: tuple[float, ...]) -> tuple[float, float]:
-    return (1 - _ERROR) * min(ends), (1 + _ERROR) * max(ends)
+def _around(ends: tuple[float, ...], error: float) -> tuple[float, float]:
+    return (1 - error) * min(ends), (1 + error) * max(ends)

@@ -59,13 +59,16 @@ class StrategyPlan:
         return f"{found} ({' to '.join(map(show_bytes, self.data_range.wan_bytes))})"
 
     @property
+    def samples_range(self) -> tuple[float, ...]:
+        """Between what the time to the samples lies where it depends on the data."""
+        share = self.samples_seconds / self.prediction.seconds if self.prediction.seconds else 1.0
+        return tuple(share * own for own in self.data_range.seconds) if self.data_range is not None else ()
+
+    @property
     def time_text(self) -> str:
         """The time to the samples for a reader, with its range where it depends on the data."""
         found = show_seconds(self.samples_seconds)
-        if self.data_range is None:
-            return found
-        share = self.samples_seconds / self.prediction.seconds if self.prediction.seconds else 1.0
-        return f"{found} ({' to '.join(show_seconds(share * own) for own in self.data_range.seconds)})"
+        return f"{found} ({' to '.join(map(show_seconds, self.samples_range))})" if self.data_range else found
 
 
 @dataclass(frozen=True)
