@@ -105,6 +105,19 @@ def test_decisions_agreement_and_dollars() -> None:
     assert view["dollars_hour"] == pytest.approx(600)
 
 
+def test_encoding_is_in_the_timeline() -> None:
+    """The bar of a push that was measured ends when it was encoded, by the server's clock."""
+    found = state(
+        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 10}),
+        ("virginia", {"kind": "encoded", "t": 1.0, "round": 1, "seconds": 0.25, "residual": 4.0}),
+        round_(11.0, 1, [["virginia", 1]]),
+    )
+    (own,) = run_view(found)["timeline"]["sites"]
+    ((start, end),) = own["encodes"]
+    assert end - start == pytest.approx(0.25)
+    assert end == pytest.approx(own["pushes"][0][0])
+
+
 def test_steps_and_waits_share_the_timeline() -> None:
     lines = [
         ("", {"kind": "step", "t": 1.0, "site": "virginia", "step": 1, "loss": 2.0}),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from weightgrad.core import strategies
+from weightgrad.core.layout import Layout
+from weightgrad.lab.plan.data_range import range_of
 from weightgrad.lab.plan.decision import auto_decision
-from weightgrad.lab.plan.plan import wan_range
 from weightgrad.lab.plan.prediction import crossover_bit_s, predict, steps_to_play
 from weightgrad.lab.plan.scenario import Scenario, of_recipe
+from weightgrad.lab.plan.stand_in import StandIn, shrunk
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.simulation import fitted_strategy, simulate
 from weightgrad.lab.run.task import Training
+from weightgrad.lab.sim.compute import Compute
+from weightgrad.lab.sim.local_network import LocalNetwork
 
 LAPTOP = Path(__file__).parents[3] / "recipes" / "laptop.yaml"
 SMALL = 1 << 15  # elements of a stand-in: the model has 105,226
@@ -38,19 +43,20 @@ def test_time_and_bytes_are_the_simulators(name: str, recipe: Recipe, scenario: 
 
 
 @pytest.mark.parametrize("name", ["adaptive", "gaia", "weightgrad", "weightgrad-paper", "sparseloco"])
-def test_bytes_that_depend_on_the_data_lie_in_the_range(
+def test_what_depends_on_the_data_lies_in_the_range(
     name: str, recipe: Recipe, scenario: Scenario, tmp_path: Path
 ) -> None:
     run = simulate(recipe.with_settings([f"strategy={name}"]), tmp_path)
     strategy = strategies.find(name)
-    found = wan_range(scenario, strategy, predict(scenario, strategy))
+    found = range_of(scenario, strategy, predict(scenario, strategy))
     assert found is not None
-    assert found[0] <= run["wan_bytes"] <= found[1]
+    assert found.wan_bytes[0] <= run["wan_bytes"] <= found.wan_bytes[1]
+    assert found.seconds[0] <= run["virtual_seconds"] <= found.seconds[1]
 
 
 def test_bytes_that_do_not_depend_on_the_data_have_no_range(scenario: Scenario) -> None:
     strategy = strategies.find("qsgd")
-    assert wan_range(scenario, strategy, predict(scenario, strategy)) is None
+    assert range_of(scenario, strategy, predict(scenario, strategy)) is None
 
 
 def test_auto_has_its_parts_for_the_optimizer(recipe: Recipe) -> None:
@@ -105,3 +111,26 @@ def test_the_decision_of_auto_is_that_of_a_run(scenario: Scenario) -> None:
     assert decision.schedule.every == found.schedule["every"]
     assert decision.schedule.up == found.schedule["up"]
     assert "s on the slowest link" in decision.why
+
+
+@pytest.mark.parametrize("name", ["qsgd", "weightgrad", "auto"])
+def test_many_ranks_that_share_a_model_are_those_that_are_played(name: str, scenario: Scenario) -> None:
+    """Sixty-four ranks of a small stand-in would hold a handful of elements each, and of every piece one is sent."""
+    fast = LocalNetwork(100e9, 2e-5)
+    sites = tuple(replace(site, workers=64, sharded=True, lan=fast, compute=Compute(0.5)) for site in scenario.sites)
+    layout = Layout.of_shapes((f"layer{number}", (512, 1024)) for number in range(16))
+    own = replace(scenario, sites=sites, layout=layout, batch=192)
+    one, other = (predict(own, strategies.find(name), elements=elements) for elements in (1 << 15, 1 << 18))
+    assert one.wan_bytes == pytest.approx(other.wan_bytes, rel=0.03)
+    assert one.seconds == pytest.approx(other.seconds, rel=0.10)
+
+
+def test_the_lan_of_the_ranks_that_are_played_is_that_of_all(scenario: Scenario) -> None:
+    site = replace(scenario.sites[0], workers=64, sharded=True, lan=LocalNetwork(100e9, 2e-5), compute=Compute(0.5))
+    layout = Layout.of_shapes([("weight", (4096, 4096))])
+    small = shrunk(layout, per_tensor=False)
+    stand_in = StandIn(layout, small, strategies.find("baseline"))
+    (played,) = stand_in.plan(replace(scenario, sites=(site,)).plan(strategies.find("baseline"), 1)).sites
+    assert played.workers == 4
+    whole = site.lan.allreduce(64, 4 * layout.numel)
+    assert played.lan.allreduce(played.workers, 4 * small.numel) == pytest.approx(whole)

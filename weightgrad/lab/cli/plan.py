@@ -14,8 +14,6 @@ from weightgrad.lab.cli import recipe_argument
 from weightgrad.lab.plan import devices, plan_page, plan_table, prices, sources
 from weightgrad.lab.plan.plan import make_plan
 
-_WIDTH = 150
-
 
 def plan(
     recipe: Annotated[
@@ -95,8 +93,6 @@ def plan(
         )
         source = sources.of_model(given, known, measure=measure)
     console = Console(highlight=False, stderr=as_json)
-    if console.width < _WIDTH:
-        console = Console(highlight=False, stderr=as_json, width=_WIDTH)  # a cut table would say nothing
     places = [source.scenario.server, *(site.name for site in source.scenario.sites)]
     wanted = sources.strategies_of(strategies, source)
     with console.status("") as status:

@@ -24,6 +24,8 @@ function seconds(v) {
 const percent = (v) => (v === null || v === undefined ? "–" : (100 * v).toFixed(v < 0.1 ? 1 : 0) + " %");
 const number = (v, digits) => (v === null || v === undefined ? "–" : Number(v.toPrecision(digits || 4)).toLocaleString("en"));
 
+const dollars = (v) => "$" + (v && v < 0.1 ? Number(v.toPrecision(2)).toFixed(Math.min(8, 1 - Math.floor(Math.log10(v)))) : v.toFixed(2));
+
 function element(name, text, kind) {
   const found = document.createElement(name);
   if (text !== undefined) found.textContent = text;
@@ -63,7 +65,7 @@ function tiles(d) {
   const late = d.last_round && d.last_round.late ? d.last_round.late : "–";
   const rows = [
     [d.steps ? `${step} / ${d.steps}` : String(step), "step"], [String(d.rounds), "rounds"], [seconds(d.t), "time"],
-    [bytes(d.up_bytes + d.down_bytes), "WAN bytes so far"], ["$" + d.dollars.toFixed(2), `so far, $${d.dollars_hour.toFixed(2)} an hour`],
+    [bytes(d.up_bytes + d.down_bytes), "WAN bytes so far"], [dollars(d.dollars), `so far, ${dollars(d.dollars_hour)} an hour`],
     [late, "last to come in the last round"],
   ];
   if (d.agreement !== null) rows.push([percent(d.agreement), "signs that sites agree on"]);
@@ -156,6 +158,7 @@ function timeline(d) {
     shape(svg, "text", { x: 0, y: y + 15 }, s.site);
     s.steps.forEach(([a, b, n]) => bar("step", a, b, y, 15, `step ${n}: ${seconds(b - a)}`));
     s.waits.forEach(([a, b, why]) => bar("wait", a, b, y, 15, `waiting (${why}): ${seconds(b - a)}`));
+    s.encodes.forEach(([a, b]) => bar("encode", a, b, y + 19, 13, `encoding: ${seconds(b - a)}`));
     s.pushes.forEach(([a, b, n, size]) => bar("push", a, b, y + 19, 7, `round ${n}: ${bytes(size)}, ${seconds(b - a)}`));
   });
 }

@@ -119,9 +119,9 @@ class RunState:
             del site.pushes[next(iter(site.pushes))]
 
     def _on_encoded(self, source: str, t: float, event: Event) -> None:
-        del t
         site = self._site(source or event["site"])
         site.encode_seconds, site.residual = float(event["seconds"]), float(event["residual"])
+        site.encodes.append((t, site.encode_seconds))
         site.trip_seconds = event.get("trip_seconds")
 
     def _on_operator(self, source: str, t: float, event: Event) -> None:

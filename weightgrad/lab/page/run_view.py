@@ -109,7 +109,7 @@ def _agreement(state: RunState) -> float | None:
 
 
 def _timeline(state: RunState) -> dict[str, Any]:
-    """Steps, waits and pushes of the last minute, on the server's clock."""
+    """Steps, waits, encoding and pushes of the last minute, on the server's clock."""
     start = state.now - _WINDOW_SECONDS
     found = []
     for site in state.sites.values():
@@ -124,7 +124,9 @@ def _timeline(state: RunState) -> dict[str, Any]:
         pushed = [(site.at(t), n, b) for n, (t, b) in list(site.pushes.items())[-600:] if site.at(t) > start]
         closed = [one["t"] for one in state.rounds if site.name in one["senders"]]
         pushes = [[t, next((c for c in closed if c >= t), state.now), n, b] for t, n, b in pushed]
-        found.append({"site": site.name, "steps": steps[-300:], "waits": waits[-300:], "pushes": pushes[-200:]})
+        encodes = [(site.at(t) - s, site.at(t)) for t, s in site.encodes if site.at(t) > start]
+        own = {"steps": steps[-300:], "waits": waits[-300:], "encodes": encodes[-200:], "pushes": pushes[-200:]}
+        found.append({"site": site.name, **own})
     return {"start": max(0.0, start), "end": state.now, "sites": found}
 
 

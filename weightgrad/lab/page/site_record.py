@@ -35,6 +35,9 @@ class SiteRecord:
     steps: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=KEPT))
     waits: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=KEPT))
     pushes: dict[int, tuple[float, int]] = field(default_factory=dict)  # by round: when it left, and its bytes
+    encodes: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=KEPT)
+    )  # when it ended, and seconds
     moved: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))  # t, up, down
 
     def at(self, t: float) -> float:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from weightgrad.core import parts
 from weightgrad.core.decision import Decision
 from weightgrad.core.strategies import Strategy
-from weightgrad.core.triggers import Significance
+from weightgrad.lab.plan.data_range import DataRange, depends_on_data, range_of
 from weightgrad.lab.plan.decision import auto_decision
 from weightgrad.lab.plan.devices import Device
 from weightgrad.lab.plan.memory import WorkerMemory, server_bytes, worker_memory
@@ -18,12 +17,8 @@ from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.prediction import Prediction, crossover_bit_s, predict
 from weightgrad.lab.plan.prices import Prices
 from weightgrad.lab.plan.scenario import Scenario
-from weightgrad.lab.plan.stand_in import ENDS
 from weightgrad.lab.sim.task import Task
-from weightgrad.units import show_bytes
-
-DATA_DEPENDENT = ("gaia", "significant", "nonzero")
-_ERROR = 0.02  # of bytes that do not depend on the data, at most
+from weightgrad.units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True)
@@ -40,8 +35,8 @@ class StrategyPlan:
         crossover_bit_s: the bandwidth above which float32 would be faster than the codecs; None: nothing is encoded.
         samples_seconds: the time to the samples that were asked for.
         by_data: whether how much is sent depends on the data, which a stand-in does not know.
-        wan_range: the least and the most bytes of the run that gradients of other kinds would send; None: the bytes do
-            not depend on the data.
+        data_range: the least and the most bytes and seconds of the run with gradients of other kinds; None: neither
+            depends on the data.
     """
 
     prediction: Prediction
@@ -53,13 +48,27 @@ class StrategyPlan:
     crossover_bit_s: float | None
     samples_seconds: float
     by_data: bool
-    wan_range: tuple[float, float] | None = None
+    data_range: DataRange | None = None
 
     @property
     def wan_text(self) -> str:
         """The WAN bytes of the run for a reader, with the ends of their range where they depend on the data."""
         found = show_bytes(self.prediction.wan_bytes)
-        return found if self.wan_range is None else f"{found} ({' to '.join(map(show_bytes, self.wan_range))})"
+        if self.data_range is None:
+            return found
+        return f"{found} ({' to '.join(map(show_bytes, self.data_range.wan_bytes))})"
+
+    @property
+    def samples_range(self) -> tuple[float, ...]:
+        """Between what the time to the samples lies where it depends on the data."""
+        share = self.samples_seconds / self.prediction.seconds if self.prediction.seconds else 1.0
+        return tuple(share * own for own in self.data_range.seconds) if self.data_range is not None else ()
+
+    @property
+    def time_text(self) -> str:
+        """The time to the samples for a reader, with its range where it depends on the data."""
+        found = show_seconds(self.samples_seconds)
+        return f"{found} ({' to '.join(map(show_seconds, self.samples_range))})" if self.data_range else found
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,8 @@ def _strategy_dict(own: StrategyPlan) -> dict[str, Any]:
         "dollars_day": own.dollars_day,
         "crossover_bit_s": own.crossover_bit_s,
         "depends_on_data": own.by_data,
-        "wan_bytes_range": own.wan_range,
+        "wan_bytes_range": own.data_range.wan_bytes if own.data_range else None,
+        "seconds_range": own.data_range.seconds if own.data_range else None,
         "schedule": found.schedule,
         "links": [{**asdict(link), "hidden": link.hidden} for link in found.links],
         "workers": [asdict(memory) for memory in own.memory],
@@ -215,38 +225,8 @@ def make_plan(
             crossover_bit_s=crossover_bit_s(scenario, found.strategy, found),
             samples_seconds=share * found.seconds + rest * found.step_seconds,
             by_data=task is None and depends_on_data(found.strategy),
-            wan_range=wan_range(scenario, strategy, found) if task is None else None,
+            data_range=range_of(scenario, strategy, found) if task is None else None,
         )
     own = planned.get("auto") or next(iter(planned.values()))
     decision = auto_decision(scenario, own.prediction.compute_seconds)
     return Plan(scenario, cost, devices, wanted, planned, decision, measured=task is not None)
-
-
-def depends_on_data(strategy: Strategy) -> bool:
-    """Whether how much a strategy sends depends on the values of the updates."""
-    if isinstance(parts.parse("trigger", strategy.trigger), Significance):
-        return True
-    return any(part in f"{strategy.selector} {strategy.down_selector}" for part in DATA_DEPENDENT)
-
-
-def wan_range(scenario: Scenario, strategy: Strategy, found: Prediction) -> tuple[float, float] | None:
-    """The least and the most bytes of a run, between gradients that are small and alike and those that are neither.
-
-    Args:
-        scenario: what is planned.
-        strategy: the strategy.
-        found: what usual gradients send.
-
-    Returns:
-        Both ends; None where the bytes do not depend on the data.
-    """
-    if not depends_on_data(found.strategy):
-        return None
-    least, most = (predict(scenario, strategy, gradients=kind) for kind in ENDS)
-    trigger = parts.parse("trigger", found.strategy.trigger)
-    fewest = most_often = 1.0
-    if isinstance(trigger, Significance):  # the data decide between these two how many steps lie between rounds
-        fewest = min(1.0, least.round_steps / trigger.at_most)
-        most_often = max(1.0, most.round_steps / max(1, trigger.every))
-    ends = (found.wan_bytes, least.wan_bytes * fewest, most.wan_bytes * most_often)
-    return (1 - _ERROR) * min(ends), (1 + _ERROR) * max(ends)

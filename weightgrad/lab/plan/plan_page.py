@@ -67,7 +67,7 @@ def _strategies(plan: Plan) -> str:
             show_seconds(found.step_seconds),
             f"{found.slowdown:.2f}",
             "1 step" if found.round_steps == 1 else f"{found.round_steps:.3g} steps",
-            show_seconds(own.samples_seconds),
+            own.time_text,
             own.wan_text,
             f"{own.dollars:,.2f}",
             f"{own.dollars_day:,.2f}",

@@ -13,6 +13,7 @@ from weightgrad.lab.plan.plan import Plan, StrategyPlan
 from weightgrad.units import show_bit_s, show_bytes, show_seconds
 
 _LAYERS = 12  # that are shown; JSON has all
+_WIDEST = 400
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -22,22 +23,31 @@ def show(plan: Plan, console: Console) -> None:
         f"[bold]{escape(scenario.name)}[/]: {scenario.layout.numel:,} parameters, {scenario.batch:,} samples a step "
         f"over {scenario.workers} workers in {len(scenario.sites)} sites, {scenario.steps:,} steps"
     )
+    steps, memory, compared, links = (make(plan) for make in (_step_table, _memory_table, _strategy_table, _link_table))
+    ranges = _range_table(plan)
+    console.width = _wide_enough(console, steps, memory, compared, ranges, links)  # a cut table would say nothing
     console.print()
-    console.print(_step_table(plan))
+    console.print(steps)
     console.print()
-    console.print(_memory_table(plan))
+    console.print(memory)
     for note in _memory_notes(plan):
         console.print(note, markup=False)
     console.print()
-    console.print(_strategy_table(plan))
-    if any(own.by_data for own in plan.strategies.values()):
-        console.print("* how much is sent depends on the data: an estimate, and in brackets its range; see --measure")
+    console.print(compared)
+    if ranges.row_count:
+        console.print("* how much is sent depends on the data: an estimate (see --measure), which lies in:")
+        console.print(ranges)
     console.print()
-    console.print(_link_table(plan))
+    console.print(links)
     console.print()
     flops = sum(cost.work(phase).flops for phase in PHASES)
     console.print(f"A worker's step is {flops:.3g} operations of {cost.batch} samples.")
     console.print(f"Take [bold]{escape(plan.chosen)}[/]: {escape(plan.why)}", soft_wrap=True)
+
+
+def _wide_enough(console: Console, *tables: Table) -> int:
+    options = console.options.update(width=_WIDEST)
+    return max(console.width, *(console.measure(table, options=options).maximum for table in tables))
 
 
 def _step_table(plan: Plan) -> Table:
@@ -112,12 +122,21 @@ def _strategy_row(plan: Plan, name: str, own: StrategyPlan) -> list[str]:
         f"{found.round_steps:.3g}",
         show_seconds(waiting),
         show_seconds(own.samples_seconds),
-        own.wan_text,
+        show_bytes(found.wan_bytes),
         show_bytes(sum(link.up_day + link.down_day for link in found.links)),
         f"{own.dollars:,.2f}",
         f"{own.dollars_day:,.2f}",
         "" if own.crossover_bit_s is None else show_bit_s(own.crossover_bit_s),
     ]
+
+
+def _range_table(plan: Plan) -> Table:
+    table = _table("strategy", f"{plan.samples:,} samples", "WAN bytes")
+    for name, own in plan.strategies.items():
+        if own.data_range is not None:
+            seconds, nbytes = own.samples_range, own.data_range.wan_bytes
+            table.add_row(escape(name), " to ".join(map(show_seconds, seconds)), " to ".join(map(show_bytes, nbytes)))
+    return table
 
 
 def _link_table(plan: Plan) -> Table:

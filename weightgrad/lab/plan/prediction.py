@@ -179,8 +179,9 @@ def predict(
     stand_in = StandIn(scenario.layout, small, plan.strategy)
     if task is None:
         each = scenario.batch / scenario.workers
-        workers = [site.workers for site in scenario.sites]
-        task = StandInTask(small, [max(1, round(each * own)) for own in workers], workers, scenario.seed, gradients)
+        samples = [max(1, round(each * site.workers)) for site in scenario.sites]
+        played_workers = [stand_in.played(site) for site in scenario.sites]
+        task = StandInTask(small, samples, played_workers, scenario.seed, gradients)
     played = stand_in.plan(plan)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "events.jsonl"
@@ -198,7 +199,7 @@ def predict(
             with _one_thread():
                 simulator.run()
             recorder.steps = steps_begun
-        return _extrapolated(scenario, plan.strategy, steps, event_log.read(path), recorder, stand_in.ratio)
+        return _extrapolated(scenario, plan.strategy, steps, event_log.read(path), recorder, stand_in)
 
 
 @contextmanager
@@ -244,13 +245,16 @@ def _extrapolated(
     steps: int,
     events: list[dict[str, object]],
     recorder: _Recorder,
-    ratio: float,
+    stand_in: StandIn,
 ) -> Prediction:
     history = _History(scenario, events, recorder, steps)
     rest = scenario.steps - steps
     links = tuple(history.link(site.name, rest) for site in scenario.sites)
-    sites = [event for event in events if event["kind"] == "site"]
-    lan = ratio * sum(float(str(event["lan_bytes"])) for event in sites)
+    lan = stand_in.ratio * sum(
+        float(str(event["lan_bytes"])) * _hops(stand_in, scenario, str(event["site"]))
+        for event in events
+        if event["kind"] == "site"
+    )
     schedules = [event for event in events if event["kind"] == "schedule"]
     return Prediction(
         strategy=strategy,
@@ -264,6 +268,13 @@ def _extrapolated(
         lan_bytes=lan * scenario.steps / steps,
         schedule={key: schedules[-1][key] for key in ("every", "overlap", "up", "down", "why")} if schedules else None,
     )
+
+
+def _hops(stand_in: StandIn, scenario: Scenario, name: str) -> float:
+    """How many times as many hops the ring of a site has as that of the ranks that were played."""
+    site = next(site for site in scenario.sites if site.name == name)
+    played = stand_in.played(site)
+    return 1.0 if played == site.workers else (site.workers - 1) / (played - 1)
 
 
 class _History:

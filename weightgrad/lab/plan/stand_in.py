@@ -9,7 +9,9 @@ share, noise of each worker's own, and sizes that differ from tensor to tensor a
   the headers of as many pieces as the large model is cut into;
 - a codec that sees one tensor at a time (`per: tensor`) may have costs by row and column: there the ratio is that of
   encoding a piece of the large model once and one of the stand-in;
-- codecs and LAN are slower by the ratio.
+- codecs and LAN are slower by the ratio;
+- of the many ranks that share a model (FSDP2), `RANKS` are played, with a LAN that is slower as theirs is: what the
+  simulator does grows with the square of the pieces that ranks hold.
 
 A model that is no larger than the stand-in stands for itself.
 """
@@ -33,7 +35,7 @@ from weightgrad.core.layout import Layout, Slot
 from weightgrad.core.strategies import Strategy
 from weightgrad.kernels.noise import derive
 from weightgrad.lab.sim.local_network import LocalNetwork
-from weightgrad.lab.sim.plan import SimulationPlan
+from weightgrad.lab.sim.plan import SimulationPlan, SiteSpec
 from weightgrad.lab.sim.site import holdings
 from weightgrad.lab.sim.task import Gradient, Score
 from weightgrad.wire.intervals import Intervals
@@ -42,6 +44,8 @@ from weightgrad.wire.messages import Message, Push, RoundResult, Segment, segmen
 
 ELEMENTS = 1 << 16
 TENSORS = 16
+RANKS = 4  # of a sharded site that are played, at most
+_DRAWN = 8  # workers of a site with noise of their own, at most; further ones have that of another
 _SPREAD = 1.0  # of the logarithm of the size of gradients, element by element, the same at all sites
 _KEPT = 0.9  # of the noise from step to step, as momentum keeps it
 
@@ -107,12 +111,17 @@ class StandInTask:
     def gradients(self, site: int, weights: Tensor, step: int) -> Iterator[Gradient]:
         """One vector for each worker of the site."""
         del weights
+        vectors: list[Tensor] = []
         for worker in range(self._workers[site]):
+            if worker >= _DRAWN:
+                yield Gradient(vectors[worker % _DRAWN], 1.0)
+                continue
             fresh = self._draw(2, 0 if self._kind.alike else site, worker, step)
             old = self._noise.get((site, worker))
             noise = fresh if old is None else _KEPT * old + math.sqrt(1 - _KEPT**2) * fresh
             self._noise[site, worker] = noise
-            yield Gradient((self._shared + noise) * self._size * (0.01 * self._kind.size), 1.0)
+            vectors.append((self._shared + noise) * self._size * (0.01 * self._kind.size))
+            yield Gradient(vectors[-1], 1.0)
 
     def evaluate(self, weights: Tensor) -> Score:
         """Nothing is learnt."""
@@ -184,11 +193,22 @@ class StandIn:
 
     def plan(self, plan: SimulationPlan) -> SimulationPlan:
         """The plan with codecs and LANs that are as slow for the stand-in as they are for the large model."""
-        sites = tuple(
-            replace(site, lan=LocalNetwork(site.lan.bandwidth_bit_s / self.ratio, site.lan.delay_seconds))
-            for site in plan.sites
-        )
+        sites = tuple(self._site(site) for site in plan.sites)
         return replace(plan, sites=sites, codec_speed=plan.codec_speed / self.ratio)
+
+    def played(self, site: SiteSpec) -> int:
+        """The workers of a site that are played: all, or some ranks of a sharded one that are all as fast."""
+        alike = not site.compute.jitter and not site.compute.stragglers
+        if not site.sharded or not alike or self.real is self.small:
+            return site.workers
+        return min(site.workers, RANKS)
+
+    def _site(self, site: SiteSpec) -> SiteSpec:
+        workers, rate, delay = self.played(site), site.lan.bandwidth_bit_s / self.ratio, site.lan.delay_seconds
+        if workers < site.workers:  # a ring of n has 2 (n - 1) hops and sends (n - 1) / n of the vector in each half
+            hops = (site.workers - 1) / (workers - 1)
+            rate, delay = rate / hops * site.workers / workers, delay * hops
+        return replace(site, workers=workers, lan=LocalNetwork(rate, delay))
 
     def counter(self, plan: SimulationPlan) -> MessageSizes:
         """What counts the messages of a simulation of this plan."""
