@@ -22,6 +22,7 @@ import table_runs
 import table_scale
 import table_skew
 import table_transformer
+import table_untuned
 import table_weightgrad
 import tables
 import torch
@@ -61,10 +62,12 @@ ALLREDUCE = table_allreduce.Plan(
 )
 LIMITS = table_limits.Plan(steps=2, batch=8, evaluate_on=20, data="digits", model="lenet-digits")
 TRANSFORMER = dataclasses.replace(table_transformer.QUICK, steps=2)
+UNTUNED = dataclasses.replace(table_untuned.QUICK, steps=2)
 MAKERS: dict[str, Callable[[Options], Document]] = {
     "consistency": lambda options: table_consistency.make(CONSISTENCY, options),
     "skew": lambda options: table_skew.make(SKEW, options),
     "transformer": lambda options: table_transformer.make(TRANSFORMER, options),
+    "untuned": lambda options: table_untuned.make(UNTUNED, options),
     "limits": lambda options: table_limits.make(LIMITS, options),
     "scale": lambda options: table_scale.make(SCALE, options),
     "mlp": lambda options: table_mlp.make(MLP, options),
@@ -89,6 +92,22 @@ def test_a_table_is_made_and_goes_on_where_it_stopped(
     monkeypatch.setattr(table_mlp, "rank_cost", again)
     monkeypatch.setattr(server_cost, "measure", again)
     assert not MAKERS[name](options).failures
+
+
+def test_tasks_that_nobody_tuned_on(options: Options) -> None:
+    cells = table_untuned.wanted(table_untuned.Plan(seeds=2))  # of the real recipes
+    assert len(cells) == 2 * len(table_untuned.TASKS) * len(table_untuned.ROWS)
+    assert [cell.key.seed for cell in cells] == sorted(cell.key.seed for cell in cells)
+    counts = {cell.part: len(cell.recipe.site_list) for cell in cells}
+    assert (counts["2 sites"], counts["8 sites"]) == (2, 8)
+    assert len({cell.key.mark for cell in cells}) == len(cells) / 2  # no two tasks are the same
+    goal = table_untuned.overview(table_runs.run(table_untuned.wanted(UNTUNED), options), UNTUNED)
+    found = {row["row"]: row for row in goal.rows}
+    assert found["baseline"]["above"] == 0
+    assert found["baseline"]["t"] <= found["baseline"]["seconds"]
+    lost = [{**row, "loss": row["loss"] + (row["row"] == "auto")} for row in goal.rows]  # rows that lose are said
+    worse = table_untuned.claims(dataclasses.replace(goal, rows=lost))
+    assert not worse[0].holds
 
 
 def test_weightgrads_table(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
