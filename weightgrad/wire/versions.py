@@ -11,7 +11,7 @@ FRAME_VERSION = 1
 MESSAGE_VERSION = 2
 """The layout of a message between a site and the global server. `docs/wire-format.md`, "Messages"."""
 
-STREAM_VERSION = 1
+STREAM_VERSION = 2
 """The records that carry messages in chunks over one stream of a transport. `runtime/transport/records.py`."""
 
 TRANSPORT_VERSION = "5"

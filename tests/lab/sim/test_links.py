@@ -222,7 +222,7 @@ def test_nothing_is_faster_than_the_links_and_everything_arrives(
 
 # -- slow start ---------------------------------------------------------------------------------
 
-FIRST = 14_480
+FIRST = 4 * 14_480  # of the connections that a message is dealt among
 
 
 def took(nbytes: int, at: tuple[float, ...] = (0.0,), rtt: float = 0.2, rate: float = 100 * MB) -> list[float]:
@@ -245,8 +245,10 @@ def test_the_window_doubles_every_round_trip(windows: int, trips: int) -> None:
     assert took(windows * FIRST)[0] == pytest.approx(trips * 0.2 + 0.1 + rest * FIRST / 100e6, rel=1e-6)
 
 
-def test_many_chunks_start_on_many_connections() -> None:
-    assert took(4 << 20)[0] < took(1 << 20)[0] + 0.2
+def test_a_message_is_dealt_among_connections_unless_it_is_short() -> None:
+    short, all_four = 8 << 10, 40_000
+    assert took(short)[0] == pytest.approx(0.1 + short / 100e6)  # one connection, one window
+    assert took(all_four)[0] == pytest.approx(0.1 + all_four / 100e6)  # more than the window of one
 
 
 def test_a_link_in_use_stays_open_and_an_idle_one_closes() -> None:

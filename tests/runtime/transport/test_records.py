@@ -27,7 +27,7 @@ from weightgrad.runtime.transport.records import (
 )
 from weightgrad.runtime.transport.send_queue import SendQueue
 
-SMALL = Chunking(4)
+SMALL = Chunking(most_bytes=4, least_bytes=4)
 U63 = st.integers(0, 2**63 - 1)
 U64 = st.integers(0, 2**64 - 1)
 
@@ -40,7 +40,7 @@ def incoming(max_message: int = 10_000, max_buffered: int = 100_000, chunking: C
 
 
 def test_golden_records() -> None:
-    assert to_bytes(Hello(5, 6)).hex() == "010000000100000005000000000000000600000000000000"
+    assert to_bytes(Hello(5, 6)).hex() == "010000000200000005000000000000000600000000000000"
     assert to_bytes(Chunk(1, 2, 5, b"abc")).hex() == (
         "0200000000000000010000000000000002000000000000000500000000000000616263"
     )
@@ -113,7 +113,20 @@ def test_a_chunk_is_not_copied_when_read() -> None:
 
 
 def test_chunking_depends_on_the_length_alone() -> None:
-    assert [Chunking().count(total) for total in (0, 1, 1 << 20, (1 << 20) + 1, 1 << 30)] == [1, 1, 1, 2, 1024]
+    assert [Chunking().count(total) for total in (0, 1, 8 << 10, 12 << 10, 1 << 20, 5 << 20, 1 << 30)] == [
+        *(1, 1, 1, 2),
+        *(4, 5, 1024),
+    ]
+
+
+@given(st.integers(0, 1 << 34))
+def test_chunks_cover_a_message_and_are_dealt_among_all_connections(total: int) -> None:
+    chunking = Chunking()
+    size, count = chunking.chunk_bytes(total), chunking.count(total)
+    assert (count - 1) * size < max(1, total) <= count * size
+    assert size <= chunking.most_bytes
+    if total >= chunking.connections * chunking.least_bytes:
+        assert count >= chunking.connections - 1
 
 
 # -- both queues together ---------------------------------------------------------------------

@@ -19,9 +19,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weightgrad.runtime.transport.records import DEFAULT_CHUNKING
+
 MSS_BYTES = 1460
-CONNECTIONS = 4
-CHUNK_BYTES = 1024 * 1024  # a message uses as many connections as it has chunks
+CONNECTIONS = DEFAULT_CHUNKING.connections
 FIRST_WINDOW_BYTES = 10 * 1448  # initial window of a connection (RFC 6928)
 LEAST_TIMEOUT_SECONDS = 0.2  # on top of the round trip
 LEAST_QUEUE_SECONDS = 0.05  # the queue in front of a link holds this much, or a round trip
@@ -96,7 +97,7 @@ class Window:
     def begin(self, now: float, nbytes: int, rate: float) -> None:
         """A message is to be sent, and none is on its way."""
         self.note_activity(now)
-        first = FIRST_WINDOW_BYTES * min(CONNECTIONS, max(1, math.ceil(nbytes / CHUNK_BYTES)))
+        first = FIRST_WINDOW_BYTES * min(CONNECTIONS, DEFAULT_CHUNKING.count(nbytes))
         self.size = max(first, self.size)
         self.queued = min(nbytes / rate, max(self.round_trip, LEAST_QUEUE_SECONDS)) / 2 if rate > 0 else 0.0
         if now >= self.until:

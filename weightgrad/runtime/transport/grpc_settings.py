@@ -18,7 +18,7 @@ STREAM_KEY = "wg-stream"
 
 MAX_STREAMS = 64  # of bulk messages; control messages have one more
 # A chunk and its header; also the longest request or reply of Enter.
-MAX_RECORD_BYTES = DEFAULT_CHUNKING.chunk_bytes + 64 * 1024
+MAX_RECORD_BYTES = DEFAULT_CHUNKING.most_bytes + 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ class ReceiveQueue:
         with self.changed:
             if self._closed or 1 <= chunk.message < self._expected:
                 return
-            size = self._chunking.chunk_bytes
+            size = self._chunking.chunk_bytes(chunk.total)
             index, rest = divmod(chunk.offset, size)
             wanted = min(size, chunk.total - chunk.offset)
             if chunk.message < 1 or rest or index >= self._chunking.count(chunk.total) or len(chunk.data) != wanted:

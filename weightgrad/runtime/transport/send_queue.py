@@ -89,7 +89,7 @@ class SendQueue:
         with self.changed:
             self._last += 1
             self._messages[self._last] = _QueuedMessage(
-                whole, self._chunking.chunk_bytes, self._chunking.count(len(whole))
+                whole, self._chunking.chunk_bytes(len(whole)), self._chunking.count(len(whole))
             )
             self._queued_bytes += len(whole) + OVERHEAD_BYTES
             self.changed.notify_all()
