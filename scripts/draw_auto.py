@@ -32,7 +32,7 @@ _BOXES = [  # x, y, width, class, lines; the first line is bold
         230,
         220,
         "row",
-        ("updates, seldom and dense", "largest 5 % every 15 steps, 2 bits", "global model + residual"),
+        ("updates, seldom and dense", "all every 10 steps, 4 or 2 bits", "or the largest 5 %, and less"),
     ),
     (
         490,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from weightgrad.core import strategies
 from weightgrad.core.agreement import Signs
-from weightgrad.core.controller import Auto, Controller, sparse_bits
+from weightgrad.core.controller import Auto, Controller
+from weightgrad.core.encodings import DENSE, Encoding, sparse, sparse_bits
 from weightgrad.core.link_fit import LinkFit
 from weightgrad.core.site_schedule import StepTimer, schedule_from_tensor, schedule_to_tensor
 from weightgrad.errors import ProtocolError, StrategyError
@@ -26,15 +29,18 @@ def drive(
     """Rounds over a link of that speed; the reasons it gave."""
     why = []
     for _ in range(rounds):
-        codec = controller.now.schedule.up
-        density = 1.0 if codec == "fp32" else float(codec.split("(")[2].split(")")[0])
-        nbytes = int(NUMEL * (sparse_bits(density) + sparse_bits(Auto().down(density))) / 8)
+        nbytes = int(NUMEL * (controller.encoding.up_bits + controller.encoding.down_bits) / 8)
         for name in SITES:
             controller.observe(name, Report(step, trip_seconds=trip), 2 * delay + 8 * nbytes / bit_s, nbytes)
         decision = controller.decide(SITES)
         if decision is not None:
             why.append(decision.why)
     return why
+
+
+def rate(controller: Controller) -> float:
+    """Bits of a push by element and step."""
+    return controller.encoding.up_bits / controller.now.schedule.every
 
 
 def controller() -> Controller:
@@ -53,22 +59,22 @@ def test_first_two_rounds_differ_in_size() -> None:
 def test_usual_link() -> None:
     found = controller()
     drive(found, 100e6, 0.02, 0.03)
-    assert (found.now.schedule.every, found.now.schedule.up) == (Auto().every, Auto().codec(Auto().density))
+    assert (found.now.schedule.every, found.now.schedule.up) == (Auto().every, Auto().usual.up)
     assert 0 < found.now.schedule.overlap <= Auto().reach
 
 
 def test_pushes_that_are_handed_on_are_counted_as_often_as_they_come_down() -> None:
     found, sites = controller(), ["east", "north", "west"]
     drive(found, 100e6, 0.02, 0.03)
-    put_together = found._nbytes(0.01)
+    put_together = found._nbytes(Auto().usual)
     for present, relayed, expected in (
         (sites[:2], True, 2 * sparse_bits(0.01)),
         (sites, True, 3 * sparse_bits(0.01)),
         (sites[:2], False, sparse_bits(0.01) + sparse_bits(0.02)),
     ):
         found.decide(present, relayed=relayed)
-        assert found._nbytes(0.01) == pytest.approx(NUMEL * expected / 8)
-    assert found._nbytes(0.01) == put_together
+        assert found._nbytes(Auto().usual) == pytest.approx(NUMEL * expected / 8)
+    assert found._nbytes(Auto().usual) == put_together
 
 
 def test_rounds_are_twice_as_often_while_the_sites_contradict_each_other() -> None:
@@ -141,7 +147,7 @@ def test_a_link_is_fast_by_what_the_codec_does_here(codec_bit_s: float, up: str)
     found = controller()
     found.codec_bytes_s = codec_bit_s / 8
     drive(found, 200e9, 1e-5, 0.03)
-    assert found.now.schedule.up == ("fp32" if up == "fp32" else Auto().codec(Auto().density))
+    assert found.now.schedule.up == ("fp32" if up == "fp32" else Auto().usual.up)
 
 
 @pytest.mark.parametrize(("bit_s", "delay"), [(1e6, 0.01), (20e6, 0.5), (2e6, 0.2)])
@@ -150,8 +156,8 @@ def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float, know
     found = controller()
     drive(found, bit_s, delay, 0.03, trip=2 * delay if known else 0.0)
     schedule = found.now.schedule
-    assert schedule.every > Auto().every or schedule.up != Auto().codec(Auto().density)
-    bits = NUMEL * (sparse_bits(found.density) + sparse_bits(Auto().down(found.density)))
+    assert schedule.every > Auto().every or schedule.up != Auto().usual.up
+    bits = NUMEL * (found.encoding.up_bits + found.encoding.down_bits)
     assert bits / bit_s <= schedule.every * 0.03, "its bytes hide"
     assert 2 * delay <= 1.3 * schedule.overlap * 0.03, "and so does its result"
 
@@ -159,7 +165,7 @@ def test_slow_links_get_sparser_or_fewer_rounds(bit_s: float, delay: float, know
 def test_a_long_link_gets_overlap_and_not_fewer_rounds() -> None:
     found = controller()
     drive(found, 100e6, 0.1, 0.03)
-    assert (found.now.schedule.every, found.now.schedule.up) == (Auto().every, Auto().codec(Auto().density))
+    assert (found.now.schedule.every, found.now.schedule.up) == (Auto().every, Auto().usual.up)
     assert 7 <= found.now.schedule.overlap <= Auto().reach
 
 
@@ -186,18 +192,18 @@ def test_one_disturbed_round_does_not_starve_it(before: int, seconds: float) -> 
     for name in SITES:
         found.observe(name, Report(0.03), seconds, 60_000)
     found.decide(SITES)
-    assert found._rate(found.now.schedule.every, found.density) >= found._rate(4, Auto().density) / 4
+    assert rate(found) >= Auto().usual.up_bits / 4 / 4
     drive(found, 100e6, 0.02, 0.03, rounds=4)
-    assert (found.now.schedule.every, found.density) == (4, Auto().density)
+    assert (found.now.schedule.every, found.encoding) == (4, Auto().usual)
 
 
 def test_it_slows_by_steps() -> None:
     found = controller()
     drive(found, 100e6, 0.02, 0.03)
     for _ in range(12):
-        rate = found._rate(found.now.schedule.every, found.density)
+        before = rate(found)
         drive(found, 1e5, 0.02, 0.03, rounds=1)
-        assert found._rate(found.now.schedule.every, found.density) >= rate / 4
+        assert rate(found) >= before / 4
     assert found.now.schedule.every > 4
 
 
@@ -234,8 +240,8 @@ def test_a_first_impression_does_not_halve_the_share() -> None:
             for name in SITES:
                 one.observe(name, Report(0.042, trip_seconds=trip), seconds, size)
             one.decide(SITES)
-    assert known.density == Auto().density
-    assert unknown.density < Auto().density, "else the trip would not be needed"
+    assert known.encoding == Auto().usual
+    assert unknown.encoding.up_bits < Auto().usual.up_bits, "else the trip would not be needed"
 
 
 def test_a_trip_longer_than_a_round_is_possible_and_leaves_nothing_for_the_bytes() -> None:
@@ -261,7 +267,7 @@ def test_a_budget_is_kept(budget: str) -> None:
     why = drive(thrifty, 1e9, 0.02, 0.03)
 
     def spent(of: Controller) -> float:
-        bits = sparse_bits(of.density) + sparse_bits(Auto().down(of.density))
+        bits = of.encoding.up_bits + of.encoding.down_bits
         return len(SITES) * NUMEL * bits / 8 / (0.03 * of.now.schedule.every)
 
     assert spent(thrifty) <= bytes_s(budget) < spent(free)
@@ -353,7 +359,7 @@ def test_a_strategy_needs_both() -> None:
 def drive_near(found: Controller, trip: float, round_s: float, step: float, rounds: int) -> None:
     """Rounds of a fixed length over lines of that round trip."""
     for _ in range(rounds):
-        nbytes = int(found._nbytes(found.density))
+        nbytes = int(found._nbytes(found.encoding))
         for name in ("east", "west"):
             found.observe(name, Report(step, trip_seconds=trip), round_s, nbytes)
         found.decide(["east", "west"])
@@ -387,12 +393,12 @@ def test_a_long_run_waits_for_half_of_its_time_at_most() -> None:
 def test_one_far_site_is_enough_for_the_usual_schedules() -> None:
     found = Auto().controller(100_000)
     drive_near(found, 5e-5, 0.015, 0.03, 5)
-    assert found.density == 1.0
+    assert found.encoding.exact
     for _ in range(40):
         for name, trip in (("east", 5e-5), ("west", 0.08)):
-            found.observe(name, Report(0.03, trip_seconds=trip), trip + 0.02, int(found._nbytes(found.density)))
+            found.observe(name, Report(0.03, trip_seconds=trip), trip + 0.02, int(found._nbytes(found.encoding)))
         found.decide(["east", "west"])
-    assert found.density < 1
+    assert not found.encoding.exact
 
 
 def test_a_tunnel_is_no_near_line() -> None:
@@ -407,18 +413,98 @@ def test_a_tunnel_is_no_near_line() -> None:
 def test_a_large_model_is_tried_on_a_near_line_in_parts_and_a_thin_one_is_noticed() -> None:
     numel, slope = 100_000_000, 8 / 100e6
     found = Auto().controller(numel)
-    densities = []
+    bits = []
     for _ in range(12):
-        nbytes = int(found._nbytes(found.density))
+        nbytes = int(found._nbytes(found.encoding))
         for name in ("east", "west"):
             found.observe(name, Report(0.1, trip_seconds=1e-3), 1e-3 + slope * nbytes, nbytes)
         found.decide(["east", "west"])
-        densities.append(found.density)
-    assert max(densities) < 0.5, "all of it would take 16 s"
+        bits.append(found.encoding.up_bits)
+    assert max(bits) < sparse_bits(0.5), "all of it would take 16 s"
     assert found.now.schedule.up.startswith("ef(topk(")
 
 
 def test_a_budget_holds_on_near_lines_too() -> None:
     found = Auto(budget="1 GB/day").controller(100_000)
     drive_near(found, 5e-5, 0.015, 0.03, 20)
-    assert found.density < 1
+    assert not found.encoding.exact
+
+
+# -- everything, where that hides -----------------------------------------------------------------
+
+DENSE_AUTO = Auto(every=10, density=0.05, least=0.01, at_most=60, values="codebook(bits=2)", dense=True)
+
+
+@pytest.mark.parametrize(
+    ("bit_s", "every", "encoding"),
+    [
+        (100e6, 10, DENSE[0]),
+        (11e6, 10, DENSE[1]),  # 0.36 s of 0.36: 4 bits take 0.82
+        (4e6, 20, DENSE[1]),
+        (2e6, 40, DENSE[1]),
+        (0.6e6, 10, sparse(0.0125, "codebook(bits=2)")),
+    ],
+)
+def test_everything_is_sent_where_that_hides(bit_s: float, every: int, encoding: Encoding) -> None:
+    found = DENSE_AUTO.controller(NUMEL)
+    drive(found, bit_s, 0.02, 0.1, rounds=20)
+    assert (found.now.schedule.every, found.encoding) == (every, encoding)
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.2, 0.4, 1.0])
+def test_one_push_of_everything_is_under_way_at_a_time(delay: float) -> None:
+    found = DENSE_AUTO.controller(NUMEL)
+    drive(found, 100e6, delay, 0.1, trip=2 * delay)
+    schedule = found.now.schedule
+    assert found.encoding in DENSE
+    assert 2 * delay / 0.1 <= schedule.overlap <= schedule.every
+
+
+def test_a_budget_makes_pushes_sparse() -> None:
+    free, budget = "1 TB/day", "5 GB/day"
+    for text in (free, budget):
+        found = dataclasses.replace(DENSE_AUTO, budget=text).controller(NUMEL)
+        drive(found, 100e6, 0.02, 0.1)
+        spent = len(SITES) * found._nbytes(found.encoding) / (found.now.schedule.every * 0.1)
+        assert spent <= bytes_s(text)
+        assert (found.encoding in DENSE) == (text == free)
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", None])
+def test_dense_is_true_or_false(wrong: object) -> None:
+    with pytest.raises(StrategyError, match="wanted True or False"):
+        Auto(dense=wrong)  # type: ignore[arg-type]
+
+
+# -- sites that agree -----------------------------------------------------------------------------
+
+
+def test_pushes_are_denser_while_the_sites_agree() -> None:
+    found = controller()
+    drive(found, 100e6, 0.02, 0.03)
+    usual = found.now.schedule
+    found.compare(Signs(1000, 650))
+    assert found.decide(SITES) is None, "that much agreement is not enough"
+    found.compare(Signs(1000, 900))
+    decision = found.decide(SITES)
+    assert decision is not None
+    assert (decision.schedule.every, found.encoding) == (usual.every, sparse(Auto().alike, Auto().values))
+    assert decision.why.startswith("the sites agree on 78 % of the signs that two of them sent: denser")
+    found.compare(Signs(1000, 350))
+    assert found.decide(SITES) is None, "63 %: it does not swing"
+    back = controller()
+    back.load(found.state())
+    for one in (found, back):
+        one.compare(Signs(4000, 2000))
+        decision = one.decide(SITES)
+        assert decision is not None, "a restarted server goes on where it was"
+        assert decision.schedule.up == usual.up
+
+
+def test_agreement_sends_no_more_than_the_link_carries() -> None:
+    found = controller()
+    found.compare(Signs(1000, 1000))
+    drive(found, 1e6, 0.02, 0.03)
+    slow = controller()
+    drive(slow, 1e6, 0.02, 0.03)
+    assert found.encoding == slow.encoding

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from weightgrad.core import parts
+from weightgrad.core.controller import Auto
 from weightgrad.core.site_state import SiteStrategy
 from weightgrad.core.strategies import PRESETS, available, find
 from weightgrad.errors import StrategyError
@@ -218,3 +220,24 @@ def test_one_worker_alone_has_no_serial_steps_to_match() -> None:
 def test_a_serial_scale_is_kept_for_one_worker() -> None:
     strategy = find("weightgrad-serial", {"serial_scale": 0.5}).inside(1)
     assert (strategy.combine, strategy.serial_scale) == ("serial", 0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("near", [False, True])
+def test_a_budget_holds_for_every_optimizer_and_every_line(optimizer: str, near: bool) -> None:
+    free, thrifty = (find("auto", c).with_optimizer(optimizer, near=near) for c in ({}, {"budget": "5 GB/day"}))
+    assert isinstance(thrifty.auto, Auto)
+    assert thrifty.auto.budget == "5 GB/day"
+    if not near:
+        assert dataclasses.replace(thrifty, controller=free.controller, near=free.near) == dataclasses.replace(
+            free, nonlinear=thrifty.nonlinear
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "says"),
+    [("diloco", "5 GB/day", "diloco has no budget"), ("auto", "5 GB", "budget"), ("auto", 5, "budget")],
+)
+def test_a_budget_that_cannot_be_is_refused(name: str, budget: object, says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        find(name, {"budget": budget})

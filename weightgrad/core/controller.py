@@ -8,16 +8,18 @@ takes the first of the following schedules whose bytes hide behind the compute b
 come within `reach` steps:
 
 1. nothing encoded, a round every step, where every link is faster than the codecs are;
-2. a round every `every` steps with the usual `density`;
-3. sparser pushes, down to `least`, at the same steps;
-4. fewer rounds, up to `at_most` steps apart.
+2. where the strategy says `dense`, everything in 4 bits, then in 2, `every` steps apart, or two or four times that;
+3. a round every `every` steps with the usual `density`;
+4. sparser pushes, down to `least`, at the same steps;
+5. fewer rounds, up to `at_most` steps apart.
 
-With a `budget` a schedule must also keep within that. Lines without any distance carry everything (`near_line`).
+So what a line carries for free is used. With a `budget` a schedule must also keep within that. Lines without any
+distance carry everything (`near_line`).
 
-Before all of these come rounds twice as often while the sites contradict each other: when fewer than half of the
-entries that two of them sent have the same sign (see `agreement`), by more than chance explains. Then each site pulls
-the global model its own way, and hearing of each other sooner keeps them together; sending more in each push does not
-help (`docs/log.md`).
+Of the entries that two sites sent, some have the same sign at both (see `agreement`). While most of them do, the sites
+pull the global model the same way, and what they leave behind is missing: pushes have the density `alike`. While fewer
+than half do, by more than chance explains, each site pulls its own way. Then rounds come twice as often, because
+hearing of each other sooner keeps the sites together; sending more harms them (`docs/log.md`).
 
 The overlap is what the slowest result needs, so several rounds may be under way at a time. The controller goes to a
 slower schedule when the present one no longer hides, and back to a faster one only when that one would hide with a
@@ -30,16 +32,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weightgrad import codecs
-from weightgrad.codecs import ErrorFeedback
-from weightgrad.codecs.sparse import TopK
 from weightgrad.core.agreement import Signs
 from weightgrad.core.decision import Decision
+from weightgrad.core.encodings import DENSE, EXACT, Encoding, codec_bits, sparse
 from weightgrad.core.link_fit import WINDOW
 from weightgrad.core.measurements import Measurements
 from weightgrad.core.near_line import near_schedule
@@ -57,6 +57,7 @@ _ENOUGH = 200  # pairs of signs over the last compared rounds, before they count
 _SELDOM = 4  # one of so many rounds is compared, after the first few: comparing costs as much as adding
 _CHANCE = 2.0  # so many standard errors below one half, the sites contradict each other
 _AGREE = 0.6  # when this part of the signs is the same, they no longer do
+_ALIKE = 0.7  # when this part is the same, the sites agree, until it is less than _AGREE
 _PROBE = 2.5  # times the usual density in the first round: two sizes tell delay from speed
 
 
@@ -76,19 +77,23 @@ class Auto:
     Attributes:
         every: the usual steps between two rounds.
         density: the usual fraction of entries in a push.
+        alike: the fraction while the sites agree.
         least: the smallest density.
         at_most: the most steps between two rounds.
         reach: the steps within which a result should come.
         values: the codec of the values of a sparse push.
+        dense: whether everything is sent where that hides.
         budget: the most bytes of all sites in a time, both directions together, such as "5 GB/day"; "": what hides.
     """
 
     every: int = 4
     density: float = 0.01
+    alike: float = 0.05
     least: float = 0.0025
     at_most: int = 64
     reach: int = 12
     values: str = "sign()"
+    dense: bool = False
     budget: str = ""
 
     word: ClassVar[str]
@@ -96,11 +101,14 @@ class Auto:
     def __post_init__(self) -> None:
         check("auto", "every", self.every, 1, 10**6, whole=True)
         check("auto", "density", self.density, 1e-6, 0.5)
+        check("auto", "alike", self.alike, 0, 0.5)
         check("auto", "least", self.least, 1e-6, self.density)
         check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
         check("auto", "reach", self.reach, 1, 10**6, whole=True)
         if not isinstance(self.values, str):
             raise StrategyError(f"auto: values = {self.values!r}; wanted a codec such as 'sign()'")
+        if not isinstance(self.dense, bool):
+            raise StrategyError(f"auto: dense = {self.dense!r}; wanted True or False")
         try:
             good = self.budget == "" or self.budget_bytes_s > 0
         except UnitError as error:
@@ -122,42 +130,51 @@ class Auto:
 
         The second round has another size, and the two tell delay from speed.
         """
-        probe = min(0.5, _PROBE * self.density)
-        down = self.codec(self.down(probe))
-        return Decision(SyncSchedule(1, 1, self.codec(probe)), down, "nothing is measured yet: a first probe")
+        probe = sparse(min(0.5, _PROBE * self.density), self.values)
+        return Decision(SyncSchedule(1, 1, probe.up), probe.down, "nothing is measured yet: a first probe")
 
-    def down(self, density: float) -> float:
-        """The density of a result of pushes of that density: sites choose different entries, so a result has more."""
-        return 1.0 if density >= 1 else min(0.5, 2 * density)
+    @property
+    def usual(self) -> Encoding:
+        """The encoding with the usual density."""
+        return sparse(self.density, self.values)
 
-    def codec(self, density: float) -> str:
-        """The codec of that density; from 1 on, everything exact."""
-        return "fp32" if density >= 1 else f"ef(topk({density:g}) > {self.values})"
-
-    def ladder(self, *, unlike: bool = False) -> Iterator[tuple[int, float]]:
-        """The schedules to choose from as (every, density), the best first.
+    def ladder(self, *, alike: bool = False, unlike: bool = False) -> Iterator[Rung]:
+        """The schedules to choose from, the best first.
 
         Args:
-            unlike: whether the sites contradict each other.
+            alike: whether the sites agree.
+            unlike: whether they contradict each other.
         """
         if unlike and self.every > 1:
-            yield self.every // 2, self.density
-        yield self.every, self.density
+            yield Rung(self.every // 2, DENSE[0] if self.dense else self.usual)
+        for every in (self.every, 2 * self.every, 4 * self.every) if self.dense else ():
+            if every <= self.at_most:
+                yield from (Rung(every, everything) for everything in DENSE)
+        if alike and self.alike > self.density:
+            yield Rung(self.every, sparse(self.alike, self.values))
+        yield Rung(self.every, self.usual)
         density = self.density
         while density / 2 >= self.least:
             density /= 2
-            yield self.every, density
+            yield Rung(self.every, sparse(density, self.values))
         every = self.every
         while 2 * every <= self.at_most:
             every *= 2
-            yield every, self.density
+            yield Rung(every, self.usual)
             if density < self.density:
-                yield every, density
+                yield Rung(every, sparse(density, self.values))
 
 
-def sparse_bits(density: float) -> float:
-    """Bits per element of a sparse push: gaps by Golomb-Rice coding and a sign each; from 1 on, a float32."""
-    return 32.0 if density >= 1 else density * (math.log2(1 / density) + 1.6 + 1.0)
+class Rung(NamedTuple):
+    """One of the schedules to choose from: what is sent, and after how many steps."""
+
+    every: int
+    encoding: Encoding
+
+    @property
+    def rate(self) -> float:
+        """Bits of a push by element and step."""
+        return self.encoding.up_bits / self.every
 
 
 @dataclass
@@ -179,6 +196,7 @@ class Controller:
     codec_bytes_s: float = CODEC_BYTES_S
     signs: list[Signs] = field(default_factory=list)  # of the last compared rounds
     unlike: bool = False  # the sites contradict each other
+    alike: bool = False  # the sites agree
 
     def __post_init__(self) -> None:
         self.now = self.auto.first()
@@ -207,6 +225,7 @@ class Controller:
         common = sum(found.common for found in self.signs)
         if common >= _ENOUGH:
             self.unlike = self.agreement < (_AGREE if self.unlike else 0.5 - _CHANCE * 0.5 / math.sqrt(common))
+            self.alike = self.agreement >= (_AGREE if self.alike else _ALIKE)
 
     @property
     def agreement(self) -> float:
@@ -246,8 +265,8 @@ class Controller:
         if found is None or self.auto.budget:
             return None
         if found.density < 1:
-            up, down = self.auto.codec(found.density), self.auto.codec(self.auto.down(found.density))
-            return Decision(SyncSchedule(1, 1, up), down, found.why, self.others is not None)
+            part = sparse(found.density, self.auto.values)
+            return Decision(SyncSchedule(1, 1, part.up), part.down, found.why, self.others is not None)
         return Decision(SyncSchedule(found.every, 0, found.codec), found.codec, found.why)
 
     def _probe(self) -> Decision | None:
@@ -255,11 +274,9 @@ class Controller:
         self.probes += 1
         if self.probes != 1:
             return None
-        usual, down = self.auto.density, self.auto.down(self.auto.density)
-        schedule = SyncSchedule(2, 2, self.auto.codec(usual))
-        self.now = Decision(
-            schedule, self.auto.codec(down), "a second probe, at the usual size", self.others is not None
-        )
+        usual = self.auto.usual
+        why = "a second probe, at the usual size"
+        self.now = Decision(SyncSchedule(2, 2, usual.up), usual.down, why, self.others is not None)
         return self.now
 
     def _best(self, sites: list[str]) -> Decision:
@@ -267,91 +284,88 @@ class Controller:
         slowest = max(lines, key=lambda name: lines[name][1])
         slope = lines[slowest][1]
         if 0 < slope < 1 / self.codec_bytes_s:
-            seconds = self._seconds(lines, 1.0)
-            if seconds <= _HIDDEN * step and self._spent(1, 1.0, lines, step) <= self.auto.budget_bytes_s:
+            seconds, rung = self._seconds(lines, EXACT), Rung(1, EXACT)
+            if seconds <= _HIDDEN * step and self._spent(rung, lines, step) <= self.auto.budget_bytes_s:
                 why = (
                     f"no compression: the link of {slowest} carries {show_bit_s(8 / slope)}, faster than the codec "
                     f"({show_bit_s(8 * self.codec_bytes_s)})"
                 )
-                return self._decision(1, 1.0, seconds, step, why)
-        every, density = self._rung(lines, step)
-        seconds, busy = self._seconds(lines, density), self._busy(lines, density)
+                return self._decision(rung, seconds, step, why)
+        rung = self._rung(lines, step)
+        seconds, busy = self._seconds(lines, rung.encoding), self._busy(lines, rung.encoding)
         why = (
             f"a round takes {seconds:.3f} s on the slowest link, {busy:.3f} s of them for its bytes; a step takes "
             f"{step:.3f} s"
         )
         if self.auto.budget:
-            spent, day = self._spent(every, density, lines, step), 86400
+            spent, day = self._spent(rung, lines, step), 86400
             more = "" if spent <= self.auto.budget_bytes_s else ", more than that: this is the least of the schedules"
             why = f"{why}; all sites together send {show_bytes(spent * day)} a day of {self.auto.budget}{more}"
-        if every < self.auto.every:
+        if rung.every < self.auto.every:
             how = "contradict each other" if self.agreement < 0.5 else "hardly agree"
             why = (
                 f"the sites {how}, {100 * self.agreement:.0f} % of the signs that two of them sent are the same: "
                 f"rounds twice as often; {why}"
             )
-        return self._decision(every, density, seconds, step, why)
+        if self.alike and rung.encoding.up_bits > self.auto.usual.up_bits and rung.encoding not in DENSE:
+            why = f"the sites agree on {100 * self.agreement:.0f} % of the signs that two of them sent: denser; {why}"
+        return self._decision(rung, seconds, step, why)
 
-    def _rung(self, lines: Mapping[str, tuple[float, float]], step: float) -> tuple[int, float]:
-        """The best (every, density) that hides, within what may be reached from the present one in one round."""
-        delay = max(delay for delay, _ in lines.values())
-        least = self._rate(self.now.schedule.every, self.density) / _SLOWER
+    def _rung(self, lines: Mapping[str, tuple[float, float]], step: float) -> Rung:
+        """The best rung that hides, within what may be reached from the present one in one round."""
+        now = self.now.schedule
+        least = Rung(now.every, self.encoding).rate / _SLOWER
         reached = []
-        for every, density in self.auto.ladder(unlike=self.unlike):
-            rate = self._rate(every, density)
-            if rate >= least:
-                reached.append((rate, every, density))
-            share = _HIDDEN if rate <= _SLOWER * least else _EAGER
-            tolerance = _STAY if every == self.now.schedule.every else 1.0
+        for rung in self.auto.ladder(alike=self.alike, unlike=self.unlike):
+            if rung.rate >= least:
+                reached.append(rung)
+            share = _HIDDEN if rung.rate <= _SLOWER * least else _EAGER
+            tolerance = _STAY if rung.every == now.every else 1.0
             if (
-                self._busy(lines, density) <= share * every * step
-                and self._spent(every, density, lines, step) <= self.auto.budget_bytes_s
-                and delay <= tolerance * max(self.auto.reach, every) * step
+                self._busy(lines, rung.encoding) <= share * rung.every * step
+                and self._spent(rung, lines, step) <= self.auto.budget_bytes_s
+                and self._seconds(lines, rung.encoding) <= tolerance * self._latest(rung) * step
             ):
                 break
-        if rate >= least or not reached:
-            return every, density
-        _, every, density = min(reached, key=lambda rung: rung[0])
-        return every, density
+        return rung if rung.rate >= least or not reached else min(reached, key=lambda found: found.rate)
 
     @property
-    def density(self) -> float:
-        """The density of the present schedule."""
-        up = codecs.parse(self.now.schedule.up)
-        inner = up.inner if isinstance(up, ErrorFeedback) else up
-        return inner.fraction if isinstance(inner, TopK) else 1.0
+    def encoding(self) -> Encoding:
+        """The encoding of the present schedule."""
+        up, down = self.now.schedule.up, self.now.down
+        return Encoding(up, down, codec_bits(up), codec_bits(down))
 
-    @staticmethod
-    def _rate(every: int, density: float) -> float:
-        """Bits per element and step."""
-        return sparse_bits(density) / every
-
-    def _decision(self, every: int, density: float, seconds: float, step: float, why: str) -> Decision:
-        most = max(self.auto.reach, every)
+    def _decision(self, rung: Rung, seconds: float, step: float, why: str) -> Decision:
+        every, encoding = rung
+        most = self._latest(rung)
         needed = most if 1.1 * seconds > most * step else math.ceil(1.1 * seconds / step)
         overlap = max(1, needed) if seconds > 0.02 * step else 0
-        schedule, codec, down = self.now.schedule, self.auto.codec(density), self.auto.codec(self.auto.down(density))
-        if (schedule.every, schedule.up) == (every, codec) and overlap <= schedule.overlap <= overlap + 1:
+        schedule = self.now.schedule
+        if (schedule.every, schedule.up) == (every, encoding.up) and overlap <= schedule.overlap <= overlap + 1:
             overlap = schedule.overlap  # one step more or less is noise
-        return Decision(SyncSchedule(every, overlap, codec), down, why, self.others is not None and density < 1)
+        relayed = self.others is not None and not encoding.exact
+        return Decision(SyncSchedule(every, overlap, encoding.up), encoding.down, why, relayed)
 
-    def _nbytes(self, density: float) -> float:
-        up = sparse_bits(density)
-        relayed = self.others is not None and density < 1
-        down = (self.others or 0) * up if relayed else sparse_bits(self.auto.down(density))
-        return self.numel * (up + down) / 8
+    def _latest(self, rung: Rung) -> int:
+        """The steps within which a result should come: before the next push, if that takes everything."""
+        return rung.every if rung.encoding in DENSE else max(self.auto.reach, rung.every)
 
-    def _spent(self, every: int, density: float, lines: Mapping[str, tuple[float, float]], step: float) -> float:
+    def _nbytes(self, encoding: Encoding) -> float:
+        relayed = self.others is not None and not encoding.exact
+        down = (self.others or 0) * encoding.up_bits if relayed else encoding.down_bits
+        return self.numel * (encoding.up_bits + down) / 8
+
+    def _spent(self, rung: Rung, lines: Mapping[str, tuple[float, float]], step: float) -> float:
         """Bytes a second of all sites, both ways."""
-        return len(lines) * self._nbytes(density) / (every * step) if step > 0 else math.inf
+        return len(lines) * self._nbytes(rung.encoding) / (rung.every * step) if step > 0 else math.inf
 
-    def _busy(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
+    def _busy(self, lines: Mapping[str, tuple[float, float]], encoding: Encoding) -> float:
         """Seconds for which the bytes of a round fill the slowest link."""
-        return max(slope for _, slope in lines.values()) * self._nbytes(density)
+        return max(slope for _, slope in lines.values()) * self._nbytes(encoding)
 
-    def _seconds(self, lines: Mapping[str, tuple[float, float]], density: float) -> float:
+    def _seconds(self, lines: Mapping[str, tuple[float, float]], encoding: Encoding) -> float:
         """Seconds from a push to its result on the slowest link."""
-        return max(delay + slope * self._nbytes(density) for delay, slope in lines.values())
+        return max(delay + slope * self._nbytes(encoding) for delay, slope in lines.values())
 
     def state(self) -> dict[str, Tensor]:
         """The measurements and the decision in force, for a checkpoint."""
@@ -360,6 +374,7 @@ class Controller:
             "probes": torch.tensor(self.probes),
             "relayed": torch.tensor(self.now.relayed),
             "unlike": torch.tensor(self.unlike),
+            "alike": torch.tensor(self.alike),
             "signs": torch.tensor(self.signs, dtype=torch.int64),
         }
         return found | self.measured.state()
@@ -368,6 +383,6 @@ class Controller:
         """Restore what `state` returned."""
         self.now = Decision.from_tensor(state["now"], relayed=bool(state["relayed"]))
         self.probes = int(state["probes"])
-        self.unlike = bool(state["unlike"])
+        self.unlike, self.alike = bool(state["unlike"]), bool(state["alike"])
         self.signs = [Signs(int(common), int(same)) for common, same in state["signs"].tolist()]
         self.measured.load(state)

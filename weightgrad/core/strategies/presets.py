@@ -173,8 +173,8 @@ PRESETS = _by_name(
         flush="qsgd(bits=4)",
         flush_residual="local",
         nonlinear={
-            "aggregator": "sender_mean",
-            "controller": "auto(every=15, density=0.05, least=0.01, at_most=60, values='codebook(bits=2)')",
+            "aggregator": "outer('nesterov', lr=0.7, momentum=0.5, of='sender_mean')",
+            "controller": "auto(every=10, density=0.05, least=0.01, at_most=60, values='codebook(bits=2)', dense=True)",
             "up": "ef(topk(0.05) > codebook(bits=2))",
             "down": "ef(topk(0.1) > codebook(bits=2))",
             "resume": "global_model_and_residual",
@@ -206,7 +206,8 @@ def find(name: str, changes: Mapping[str, Any] | None = None) -> Strategy:
 
     Args:
         name: One of PRESETS.
-        changes: New values by field. `codec` is short for `up`, and `every: n` for `trigger: every(n)`.
+        changes: New values by field. `codec` is short for `up`, `every: n` for `trigger: every(n)`, and
+            `budget: 5 GB/day` for that argument of the controller `auto`, whatever the optimizer is.
 
     Returns:
         The strategy, checked.
@@ -217,20 +218,37 @@ def find(name: str, changes: Mapping[str, Any] | None = None) -> Strategy:
     if name not in PRESETS:
         raise StrategyError(f"no strategy {name!r}{_near(name, PRESETS)} There are {', '.join(PRESETS)}")
     known = [f.name for f in dataclasses.fields(Strategy) if f.name not in ("name", "about")]
+    changes, preset = dict(changes or {}), PRESETS[name]
+    if "budget" in changes:
+        preset = _with_budget(preset, changes.pop("budget"))
     wanted: dict[str, Any] = {}
-    for key, value in (changes or {}).items():
+    for key, value in changes.items():
         column = _SHORT.get(key, key)
         if column not in known:
-            allowed = [*known, *_SHORT]
+            allowed = [*known, *_SHORT, "budget"]
             raise StrategyError(f"strategy has no part {key!r}{_near(key, allowed)} It has {', '.join(allowed)}")
         wanted[column] = f"every({value})" if key == "every" else value
-    preset = PRESETS[name]
     if wanted.keys() & {*preset.nonlinear, *preset.near}:  # who sets one of these parts has chosen between the rows
         wanted = {"nonlinear": {}, "near": {}, **wanted}
     try:
-        return dataclasses.replace(PRESETS[name], **wanted)
+        return dataclasses.replace(preset, **wanted)
     except (TypeError, AttributeError) as error:
         raise StrategyError(f"strategy {name}: {error}; parts are written as text") from None
+
+
+def _with_budget(preset: Strategy, budget: object) -> Strategy:
+    """A preset that spends at most so many bytes; gradients, which are shared at every step, are not shared then."""
+    nonlinear = dict(preset.nonlinear)
+    if not preset.controller.startswith("auto("):
+        raise StrategyError(f"strategy {preset.name} has no budget; it is for 'auto', such as auto(budget='5 GB/day')")
+    if "controller" in nonlinear:
+        nonlinear["controller"] = _budgeted(nonlinear["controller"], budget)
+    return dataclasses.replace(preset, controller=_budgeted(preset.controller, budget), nonlinear=nonlinear, near={})
+
+
+def _budgeted(controller: str, budget: object) -> str:
+    arguments = controller.removeprefix("auto(").removesuffix(")")
+    return f"auto({arguments}{', ' if arguments else ''}budget={budget!r})"
 
 
 def _near(name: str, known: Iterable[str]) -> str:
