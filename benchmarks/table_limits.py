@@ -47,19 +47,19 @@ class Setting:
 
     @property
     def controller(self) -> Auto:
-        return Auto(density=self.density, every=self.every, least=min(self.density, Auto.least))
+        return Auto(density=self.density, every=self.every, least=min(self.density, Auto.least), alike=0)
 
     @property
     def strategy(self) -> Strategy:
         """The strategy with all settings, so that it does not change with the defaults."""
         own = self.controller
-        text = f"auto(density={own.density:g}, every={own.every}, least={own.least:g})"
+        text = f"auto(density={own.density:g}, every={own.every}, least={own.least:g}, alike=0)"
         return {"name": "auto", "controller": text}
 
     def kept(self, run: Run) -> float:
         """The share of the run in which the sync schedule was the one of this setting."""
         times = [*(float(line["t"]) for line in run.schedules), float(run.summary["virtual_seconds"])]
-        asked = (self.every, self.controller.codec(self.density))
+        asked = (self.every, self.controller.usual.up)
         held = sum(
             until - since
             for line, since, until in zip(run.schedules, times, times[1:], strict=False)

@@ -160,7 +160,7 @@ def test_auto_goes_by_the_optimizer_and_by_the_links(kind: str) -> None:
     rows = [find("auto").with_optimizer(kind, near=near) for near in (False, True)]
     wanted = [("updates", "mean"), ("updates", "mean")]
     if kind.lower() not in ("sgd", "asgd", "lars"):
-        wanted = [("updates", "outer"), ("gradients", "mean")]
+        wanted = [("updates", "sender_mean"), ("gradients", "mean")]
     assert [(row.shares, row.aggregator.split("(")[0]) for row in rows] == wanted
     assert not any(row.nonlinear or row.near for row in rows)
     chosen = find("auto", {"shares": "updates"}).with_optimizer(kind, near=True)

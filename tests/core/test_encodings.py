@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from weightgrad import codecs, wire
-from weightgrad.core.encodings import DENSE, EXACT, Encoding, codec_bits, sparse
+from weightgrad.core.encodings import EXACT, Encoding, codec_bits, sparse
 
 NUMEL = 400_000
 
 
 @pytest.mark.parametrize(
     "encoding",
-    [EXACT, *DENSE, *(sparse(part, values) for part in (0.2, 0.01) for values in ("sign()", "codebook(bits=2)"))],
+    [EXACT, *(sparse(part, values) for part in (0.2, 0.01) for values in ("sign()", "codebook(bits=2)"))],
 )
 def test_bits_are_those_of_real_frames(encoding: Encoding) -> None:
     x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))

@@ -317,12 +317,7 @@ class Outer(Aggregator):
         mean.mul_(self.lr)
 
 
-_OF: dict[str, Aggregator] = {
-    "mean": Mean(),
-    "sender_mean": SenderMean(),
-    "median": Median(),
-    "trimmed_mean": TrimmedMean(),
-}
+_OF: dict[str, Aggregator] = {"mean": Mean(), "median": Median(), "trimmed_mean": TrimmedMean()}
 
 
 def _any(pushes: Sequence[Contribution], intervals: Intervals) -> bool:

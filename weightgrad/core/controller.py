@@ -8,17 +8,16 @@ takes the first of the following schedules whose bytes hide behind the compute b
 come within `reach` steps:
 
 1. nothing encoded, a round every step, where every link is faster than the codecs are;
-2. where the strategy says `dense`, everything in 4 bits, then in 2, `every` steps apart, or two or four times that;
-3. a round every `every` steps with the usual `density`;
-4. sparser pushes, down to `least`, at the same steps;
-5. fewer rounds, up to `at_most` steps apart.
+2. a round every `every` steps with the usual `density`;
+3. sparser pushes, down to `least`, at the same steps;
+4. fewer rounds, up to `at_most` steps apart.
 
 So what a line carries for free is used. With a `budget` a schedule must also keep within that. Lines without any
 distance carry everything (`near_line`).
 
-Of the entries that two sites sent, some have the same sign at both (see `agreement`). While most of them do, the sites
-pull the global model the same way, and what they leave behind is missing: pushes have the density `alike`. While fewer
-than half do, by more than chance explains, each site pulls its own way. Then rounds come twice as often, because
+Of the entries that two sites sent, some have the same sign at both (see `agreement`). While nearly all of them do, the
+sites pull the global model the same way, and what they leave behind is missing: pushes have the density `alike`. While
+fewer than half do, by more than chance explains, each site pulls its own way. Then rounds come twice as often, because
 hearing of each other sooner keeps the sites together; sending more harms them (`docs/log.md`).
 
 The overlap is what the slowest result needs, so several rounds may be under way at a time. The controller goes to a
@@ -39,7 +38,7 @@ from torch import Tensor
 
 from weightgrad.core.agreement import Signs
 from weightgrad.core.decision import Decision
-from weightgrad.core.encodings import DENSE, EXACT, Encoding, codec_bits, sparse
+from weightgrad.core.encodings import EXACT, Encoding, codec_bits, sparse
 from weightgrad.core.link_fit import WINDOW
 from weightgrad.core.measurements import Measurements
 from weightgrad.core.near_line import near_schedule
@@ -57,8 +56,10 @@ _ENOUGH = 200  # pairs of signs over the last compared rounds, before they count
 _SELDOM = 4  # one of so many rounds is compared, after the first few: comparing costs as much as adding
 _CHANCE = 2.0  # so many standard errors below one half, the sites contradict each other
 _AGREE = 0.6  # when this part of the signs is the same, they no longer do
-_ALIKE = 0.7  # when this part is the same, the sites agree, until it is less than _AGREE
+_ALIKE = 0.9  # when this part is the same, the sites pull the same way
+_STILL_ALIKE = 0.8  # until it is less than this
 _PROBE = 2.5  # times the usual density in the first round: two sizes tell delay from speed
+_MOST_PROBED = 0.125  # of the entries, on a line of which nothing is known
 
 
 @part("controller", "fixed")
@@ -82,7 +83,6 @@ class Auto:
         at_most: the most steps between two rounds.
         reach: the steps within which a result should come.
         values: the codec of the values of a sparse push.
-        dense: whether everything is sent where that hides.
         budget: the most bytes of all sites in a time, both directions together, such as "5 GB/day"; "": what hides.
     """
 
@@ -93,7 +93,6 @@ class Auto:
     at_most: int = 64
     reach: int = 12
     values: str = "sign()"
-    dense: bool = False
     budget: str = ""
 
     word: ClassVar[str]
@@ -107,8 +106,6 @@ class Auto:
         check("auto", "reach", self.reach, 1, 10**6, whole=True)
         if not isinstance(self.values, str):
             raise StrategyError(f"auto: values = {self.values!r}; wanted a codec such as 'sign()'")
-        if not isinstance(self.dense, bool):
-            raise StrategyError(f"auto: dense = {self.dense!r}; wanted True or False")
         try:
             good = self.budget == "" or self.budget_bytes_s > 0
         except UnitError as error:
@@ -130,7 +127,7 @@ class Auto:
 
         The second round has another size, and the two tell delay from speed.
         """
-        probe = sparse(min(0.5, _PROBE * self.density), self.values)
+        probe = sparse(min(_MOST_PROBED, _PROBE * self.density), self.values)
         return Decision(SyncSchedule(1, 1, probe.up), probe.down, "nothing is measured yet: a first probe")
 
     @property
@@ -146,10 +143,7 @@ class Auto:
             unlike: whether they contradict each other.
         """
         if unlike and self.every > 1:
-            yield Rung(self.every // 2, DENSE[0] if self.dense else self.usual)
-        for every in (self.every, 2 * self.every, 4 * self.every) if self.dense else ():
-            if every <= self.at_most:
-                yield from (Rung(every, everything) for everything in DENSE)
+            yield Rung(self.every // 2, self.usual)
         if alike and self.alike > self.density:
             yield Rung(self.every, sparse(self.alike, self.values))
         yield Rung(self.every, self.usual)
@@ -225,7 +219,7 @@ class Controller:
         common = sum(found.common for found in self.signs)
         if common >= _ENOUGH:
             self.unlike = self.agreement < (_AGREE if self.unlike else 0.5 - _CHANCE * 0.5 / math.sqrt(common))
-            self.alike = self.agreement >= (_AGREE if self.alike else _ALIKE)
+            self.alike = self.agreement >= (_STILL_ALIKE if self.alike else _ALIKE)
 
     @property
     def agreement(self) -> float:
@@ -307,7 +301,7 @@ class Controller:
                 f"the sites {how}, {100 * self.agreement:.0f} % of the signs that two of them sent are the same: "
                 f"rounds twice as often; {why}"
             )
-        if self.alike and rung.encoding.up_bits > self.auto.usual.up_bits and rung.encoding not in DENSE:
+        if self.alike and rung.encoding.up_bits > self.auto.usual.up_bits:
             why = f"the sites agree on {100 * self.agreement:.0f} % of the signs that two of them sent: denser; {why}"
         return self._decision(rung, seconds, step, why)
 
@@ -347,8 +341,8 @@ class Controller:
         return Decision(SyncSchedule(every, overlap, encoding.up), encoding.down, why, relayed)
 
     def _latest(self, rung: Rung) -> int:
-        """The steps within which a result should come: before the next push, if that takes everything."""
-        return rung.every if rung.encoding in DENSE else max(self.auto.reach, rung.every)
+        """The steps within which a result should come."""
+        return max(self.auto.reach, rung.every)
 
     def _nbytes(self, encoding: Encoding) -> float:
         relayed = self.others is not None and not encoding.exact

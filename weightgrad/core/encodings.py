@@ -1,8 +1,4 @@
-"""What the controller of `auto` may let the sites send: codecs of push and result, and the bits that they take.
-
-Everything in 4 bits is as good as everything in 32, with error feedback (`docs/log.md`), and 2 bits are nearly so. What
-is sparse leaves most of the residual for later rounds: it is for lines that do not carry more.
-"""
+"""What the controller of `auto` may let the sites send: codecs of push and result, and the bits that they take."""
 
 from __future__ import annotations
 
@@ -39,12 +35,6 @@ class Encoding(NamedTuple):
         return self.up == "fp32"
 
 
-def both_ways(codec: str) -> Encoding:
-    """The same codec for pushes and results."""
-    bits = codec_bits(codec)
-    return Encoding(codec, codec, bits, bits)
-
-
 def sparse(density: float, values: str) -> Encoding:
     """The largest entries, by a codec of their values; sites choose different ones, so a result has twice as many."""
     up, down = (f"ef(topk({part:g}) > {values})" for part in (density, min(0.5, 2 * density)))
@@ -63,13 +53,9 @@ def codec_bits(codec: str) -> float:
     if isinstance(inner, TopK):
         values = float(inner.then.bits) if isinstance(inner.then, Codebook) else 1.0
         return sparse_bits(inner.fraction, values)
-    if isinstance(inner, Codebook):
-        return float(inner.bits)
-    if isinstance(inner, Qsgd):
+    if isinstance(inner, Qsgd):  # on near lines
         return inner.bits + _FP32_BITS / inner.bucket
     return _FP32_BITS
 
 
-EXACT = both_ways("fp32")
-DENSE = (both_ways("ef(qsgd(bits=4, bucket=64, rounding='nearest'))"), both_ways("ef(codebook(bits=2))"))
-"""Everything, the best first."""
+EXACT = Encoding("fp32", "fp32", _FP32_BITS, _FP32_BITS)
