@@ -174,7 +174,7 @@ def predict(
     strategy = scenario.fitted(strategy)
     steps = min(scenario.steps, steps_to_play(strategy))
     plan = scenario.plan(strategy, steps)
-    per_tensor = strategy.per == "tensor"
+    per_tensor = strategy.per == "tensor" or strategy.exempt != "default"  # names are kept
     small = scenario.layout if task is not None else shrunk(scenario.layout, per_tensor=per_tensor, elements=elements)
     stand_in = StandIn(scenario.layout, small, plan.strategy)
     if task is None:
