@@ -93,7 +93,7 @@ def _cell(value: float, form: str, within: tuple[float, float] | None, unit: flo
 
 def _measured(measured: Prediction | None, what: str, found: float, form: str, unit: float) -> list[str]:
     if measured is None:
-        return ["–", "–"]
+        return ["", ""]
     value = getattr(measured, what)
     return [form.format(value / unit), _error(value, found)]
 

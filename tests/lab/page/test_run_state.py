@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def test_many_steps_are_drawn_as_few_bars_without_a_gap() -> None:
     steps = run_view(state(*lines))["timeline"]["sites"][0]["steps"]
     assert len(steps) <= 400
     assert (steps[0][0], steps[-1][1:]) == (pytest.approx(0.05), [pytest.approx(55.0), 1100])
-    assert all(one[1] == other[0] for one, other in zip(steps, steps[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in pairwise(steps))
 
 
 def test_a_log_without_its_beginning_or_its_end_is_shown(tmp_path: Path) -> None:

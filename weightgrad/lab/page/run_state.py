@@ -55,7 +55,12 @@ class RunState:
         if handler is not None:
             try:
                 handler(source, float(event["t"]), event)
-            except (AttributeError, KeyError, TypeError, ValueError):  # not what its kind says: a page shows what it can
+            except (
+                AttributeError,
+                KeyError,
+                TypeError,
+                ValueError,
+            ):  # not what its kind says: a page shows what it can
                 self.unread += 1
         if source == "" and event["kind"] not in _OTHER_CLOCKS:
             self.now = max(self.now, float(event["t"]))

@@ -42,7 +42,9 @@ class SiteRecord:
     encodes: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=KEPT)
     )  # when it ended, and seconds
-    moved: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))  # when, by the server, up and down
+    moved: deque[tuple[float, float, float]] = field(
+        default_factory=lambda: deque(maxlen=KEPT)
+    )  # when, by the server, up and down
 
     def at(self, t: float) -> float:
         """A time of the site's clock by the server's."""
