@@ -61,7 +61,10 @@ def test_checkpointing_holds_less_and_computes_more() -> None:
 def test_checkpointing_holds_one_block_at_a_time() -> None:
     """A block more has its parameters, gradients and moments more, and its input; what is computed again is freed."""
     few, many = (_gpt(64, layers, checkpointing=True) for layers in (4, 12))
-    kept = lambda own: own.parameter_bytes + own.gradient_bytes + own.optimizer_bytes  # noqa: E731
+
+    def kept(own: ModelCost) -> int:
+        return own.parameter_bytes + own.gradient_bytes + own.optimizer_bytes
+
     inputs = 8 * 4 * 2 * 64 * 64  # of eight blocks: two samples of 64 tokens
     assert many.peak_bytes - few.peak_bytes <= kept(many) - kept(few) + 1.1 * inputs
 

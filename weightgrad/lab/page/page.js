@@ -92,7 +92,7 @@ function tree(d) {
       "stroke-width": 1.5 + 5 * Math.sqrt(flow / most) });
   });
   shape(svg, "rect", { x: sx - 80, y: sy - 22, width: 160, height: 44, rx: 12, class: "node" });
-  shape(svg, "text", { x: sx, y: sy - 2, "text-anchor": "middle" }, d.server);
+  shape(svg, "text", { x: sx, y: sy - 2, "text-anchor": "middle" }, d.server || "global server");
   shape(svg, "text", { x: sx, y: sy + 14, "text-anchor": "middle", class: "soft" }, `version ${d.version}`);
   shown.forEach((s, i) => {
     const [x, y] = places[i], down = (s.cut || s.connected === false) && !s.finished, w = Math.min(cell - 12, 200);
@@ -155,7 +155,7 @@ function curve(id, series, format, label, limits, empty = "nothing yet") {
 
 function timeline(d) {
   const { start, end, sites } = d.timeline, shown = sites.slice(0, 24);
-  if (!shown.length || end <= start) return nothing("timeline", "nothing yet");
+  if (!shown.length || end <= start) return nothing("timeline", away(d) || "nothing yet");
   const narrow = window.innerWidth < 760, W = narrow ? 400 : 1100, L = narrow ? 72 : 92, row = 40, H = shown.length * row + 22;
   const svg = picture("timeline", W, H, "steps, waiting and pushes of the last minute");
   const X = (t) => L + (W - L - 4) * (Math.min(Math.max(t, start), end) - start) / (end - start);
@@ -188,6 +188,7 @@ function sites(d) {
   }));
 }
 
+const away = (d) => d.rounds && !d.sites.some((s) => s.loss !== null) ? "only the sites' own logs have it, and they are not here" : "";
 const over = (d) => OVER.includes(d.status);
 const none = (d, why) => over(d) ? why : "nothing yet";
 const size = (v) => v === null || v === undefined ? "–" : String(Number(v.toPrecision(3)));
@@ -216,10 +217,10 @@ function show(d) {
   by("status").className = "pill " + d.status;
   const size = d.parameters ? `, ${d.parameters.toLocaleString("en")} parameters` : "";
   const recipe = d.recipe && !d.name.includes(d.recipe) ? `recipe ${d.recipe}, ` : "";
-  by("lead").textContent = `${recipe}${d.strategy || "strategy not known"}${size}, ${d.sites.length} site${d.sites.length === 1 ? "" : "s"}, global server ${d.server}`;
+  by("lead").textContent = `${recipe}${d.strategy || "strategy not known"}${size}, ${d.sites.length} site${d.sites.length === 1 ? "" : "s"}${d.server ? `, global server ${d.server}` : ""}`;
   by("unread").textContent = d.unread ? ` ${d.unread} line${d.unread === 1 ? "" : "s"} of the event logs could not be read.` : "";
   tiles(d); tree(d); timeline(d); sites(d); compression(d);
-  curve("loss", d.loss, (v) => number(v, 3), "loss by step");
+  curve("loss", d.loss, (v) => number(v, 3), "loss by step", undefined, away(d) || "nothing yet");
   curve("accuracy", { accuracy: d.accuracy }, (v) => (100 * v).toFixed(1) + " %", "accuracy by step", [0, 1], none(d, "this run's logs have none"));
   items("decisions", d.decisions.map((x) => [`a round every ${x.every === 1 ? "step" : x.every + " steps"}, ${x.up} up, ${x.down} down, ` +
     (x.overlap ? `results ${x.overlap === 1 ? "a step" : x.overlap + " steps"} late` : "results are waited for"),

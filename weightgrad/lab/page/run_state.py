@@ -51,6 +51,8 @@ class RunState:
 
     def add(self, source: str, event: Event) -> None:
         """Take one line of a log."""
+        if source:
+            self._site(source).told = True
         handler = getattr(self, f"_on_{event['kind']}", None)
         if handler is not None:
             try:
@@ -109,7 +111,7 @@ class RunState:
         site.steps.append((t, int(event["step"]), event.get("loss")))
         if source == "":
             site.connected = True if site.connected is None else site.connected
-            site.offset, site.simulated = 0.0, True
+            site.offset = 0.0
         if site.loss is not None:
             self.losses.setdefault(site.name, []).append((site.step, float(site.loss)))
             if len(self.losses[site.name]) > _LOSSES:
@@ -155,6 +157,7 @@ class RunState:
             site.rounds += 1
             site.connected, site.removed = True, False
             site.norm = (event.get("norms") or {}).get(name, site.norm)
+            site.step = max(site.step, int(event["step"]))
             sent = site.pushes.get(number)
             if sent is not None:
                 site.offset = t - sent if site.offset is None else min(site.offset, t - sent)
@@ -244,6 +247,7 @@ class RunState:
         del t
         site = self._site(source or event["site"])
         site.waiting_seconds = float(event.get("waiting_seconds", site.waiting_seconds))
+        site.told = True
         if "up_bytes" in event:
             site.up_bytes, site.down_bytes, site.counted = event["up_bytes"], event["down_bytes"], True
         site.finished = True
@@ -266,6 +270,9 @@ class RunState:
 def _site_names(recipe: Mapping[str, Any]) -> list[str]:
     found = []
     for entry in recipe.get("sites") or ():
+        if isinstance(entry, str):  # a list of sites
+            found.append(entry)
+            continue
         count, name = entry.get("count"), str(entry.get("name", ""))
         found += [name] if count is None else [name.replace("{}", str(n)) for n in range(1, int(count) + 1)]
     return found

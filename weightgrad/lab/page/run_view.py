@@ -36,7 +36,7 @@ def run_view(state: RunState, dollars_gb: float = _DOLLARS_GB) -> dict[str, Any]
         "strategy": state.strategy,
         "parameters": state.parameters,
         "steps": (state.recipe.get("training") or {}).get("steps"),
-        "server": (state.recipe.get("server") or {}).get("name", "global server"),
+        "server": (state.recipe.get("server") or {}).get("name", ""),
         "t": state.now,
         "rounds": state.round_count,
         "version": state.version,
@@ -63,9 +63,8 @@ def _site_view(state: RunState, site: SiteRecord) -> dict[str, Any]:
     link = _link_of(state.recipe, site.name)
     waits = [wait for wait in site.waits if site.at(wait[0]) > state.now - _WINDOW_SECONDS]
     window = min(_WINDOW_SECONDS, max(state.now, 1e-9))
-    ended = site.finished or state.status == "finished"
-    known = bool(site.waits) or ended or not site.simulated  # the simulator tells the sum of a run at its end, not when
-    told = bool(site.waits) or (known and not site.waiting_seconds)
+    known = site.told or bool(site.waits)
+    told = bool(site.waits) or (known and not site.waiting_seconds)  # the simulator tells the sum at its end, not when
     return {
         "name": site.name,
         "step": site.step,

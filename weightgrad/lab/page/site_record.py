@@ -20,7 +20,7 @@ class SiteRecord:
     finished: bool = False
     removed: bool = False  # or its certificate revoked
     aside: bool = False
-    simulated: bool = False
+    told: bool = False  # by its own log, or by what it said at its end: otherwise only rounds tell of it
     cut: bool = False
     cuts: int = 0  # that its link had, and connections that were lost without one
     waiting_seconds: float = 0.0
