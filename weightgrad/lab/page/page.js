@@ -122,7 +122,7 @@ function mean(all) { // at the steps of the first: the mean of what the others h
 function curve(id, series, format, label, limits, empty = "nothing yet") {
   const names = Object.keys(series).filter((name) => series[name].length);
   if (!names.length) return nothing(id, empty);
-  const W = window.innerWidth < 760 ? 380 : 520, H = 230, L = 46, R = 8, T = 8, B = 24;
+  const W = window.innerWidth < 760 ? 380 : 520, H = 230, L = 54, R = 8, T = 8, B = 24;
   const all = names.flatMap((name) => series[name]);
   const xs = all.map((p) => p[0]), ys = all.map((p) => p[1]);
   let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];

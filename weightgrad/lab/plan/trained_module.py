@@ -90,7 +90,7 @@ def made(
     _materialize(module, dtype)
     arguments = given if given is not None else inputs() if inputs is not None else None
     if checkpointing:
-        _checkpoint_blocks(module)
+        checkpoint_blocks(module)
     module.train()
     return module, tree_map(lambda x: _converted(x, dtype), arguments)
 
@@ -183,7 +183,8 @@ def blocks_of(module: nn.Module) -> Sequence[nn.Module]:
     return list(max(lists, key=lambda part: sum(p.numel() for p in part.parameters())).children())
 
 
-def _checkpoint_blocks(module: nn.Module) -> None:
+def checkpoint_blocks(module: nn.Module) -> None:
+    """Let the activations inside the blocks of a model be computed again for backward."""
     for block in blocks_of(module):
         forward = block.forward
 
