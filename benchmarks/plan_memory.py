@@ -2,6 +2,7 @@
 
 python benchmarks/plan_memory.py                    # 1 to 129 million parameters; five minutes on two cores
 python benchmarks/plan_memory.py --sizes 355        # GPT-2 medium; 8 GB of memory
+python benchmarks/plan_memory.py --sizes 1,10 --checkpointing
 
 A process of its own takes two real steps, and `weightgrad/lab/bench/allocations.c` counts what it allocates: the most
 at any time, less what was there before the model was made. Before that, a step of one small layer makes torch import
@@ -26,6 +27,7 @@ from weightgrad.lab import models
 from weightgrad.lab.bench.allocations import Allocations, counted
 from weightgrad.lab.models.gpt import Gpt
 from weightgrad.lab.plan.model_cost import ModelCost, cost_of
+from weightgrad.lab.plan.trained_module import checkpoint_blocks
 from weightgrad.units import show_bytes
 
 SIZES = {"1": (128, 4, 4, 4096), "10": (256, 8, 8, 8192), "50": (512, 12, 8, 20000), "124": (768, 12, 12, 50257)}
@@ -50,7 +52,7 @@ def batch_of(size: str) -> torch.Tensor:
     return torch.zeros(BATCH, CONTEXT, dtype=torch.int64)
 
 
-def real_steps(size: str, optimizer: str) -> None:
+def real_steps(size: str, optimizer: str, checkpointing: bool) -> None:
     """Two real steps, in a process whose allocations are counted."""
     torch.set_num_threads(1)
     first = torch.nn.Linear(8, 8)
@@ -60,6 +62,8 @@ def real_steps(size: str, optimizer: str) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     model = build(size)
+    if checkpointing:
+        checkpoint_blocks(model)
     stepper = optimizers.build(optimizer, list(model.parameters()), {"lr": 1e-4})
     inputs = batch_of(size)
     labels = torch.zeros(len(inputs), dtype=torch.int64) if size in IMAGES else inputs
@@ -71,10 +75,11 @@ def real_steps(size: str, optimizer: str) -> None:
     sys.stdin.readline()
 
 
-def allocated(size: str, optimizer: str) -> int:
+def allocated(size: str, optimizer: str, checkpointing: bool) -> int:
     """The most that two real steps allocate, in bytes."""
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, __file__, "--child", size, "--optimizer", optimizer]
+        command += ["--checkpointing"] if checkpointing else []
         child = subprocess.Popen(
             command,
             env={**os.environ, **counted(Path(place))},
@@ -95,18 +100,19 @@ def allocated(size: str, optimizer: str) -> int:
         return found
 
 
-def planned(size: str, optimizer: str) -> ModelCost:
+def planned(size: str, optimizer: str, checkpointing: bool) -> ModelCost:
     """What the plan counts."""
-    return cost_of(lambda: build(size), (optimizer, {"lr": 1e-4}), inputs=partial(batch_of, size), batch=BATCH)
+    options, inputs = (optimizer, {"lr": 1e-4}), partial(batch_of, size)
+    return cost_of(lambda: build(size), options, inputs=inputs, batch=BATCH, checkpointing=checkpointing)
 
 
-def row(size: str, optimizer: str) -> str:
+def row(size: str, optimizer: str, checkpointing: bool) -> str:
     """One model as a row of the table."""
-    cost = planned(size, optimizer)
-    real = allocated(size, optimizer)
+    cost = planned(size, optimizer, checkpointing)
+    real = allocated(size, optimizer, checkpointing)
     error = 100 * (cost.peak_bytes / real - 1)
     counts = show_bytes(cost.peak_bytes)
-    name = size if size in IMAGES else "gpt"
+    name = (size if size in IMAGES else "gpt") + (", checkpointing" if checkpointing else "")
     return f"| {name} | {cost.layout.numel / 1e6:.1f} M | {optimizer} | {counts} | {show_bytes(real)} | {error:+.1f} |"
 
 
@@ -116,14 +122,15 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(["1", "10", "50", "124", *IMAGES]))
     parser.add_argument("--optimizers", default="sgd,adamw")
     parser.add_argument("--optimizer", default="adamw", help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointing", action="store_true", help="compute the activations of blocks again")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        return real_steps(options.child, options.optimizer)
+        return real_steps(options.child, options.optimizer, options.checkpointing)
     print(HEAD, flush=True)
     for size in options.sizes.split(","):
         for optimizer in options.optimizers.split(","):
-            print(row(size, optimizer), flush=True)
+            print(row(size, optimizer, options.checkpointing), flush=True)
     return None
 
 

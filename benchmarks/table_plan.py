@@ -14,6 +14,7 @@ python benchmarks/table_plan.py --strategies baseline,auto --world emulator --se
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Comparison:
         wan_bytes: of the run.
         planned: by a stand-in.
         within: the range of that; None where the data decide nothing.
-        measured: with the real model's first steps.
+        measured: with the real model's first steps; None: left out.
     """
 
     name: str
@@ -57,17 +58,17 @@ class Comparison:
     wan_bytes: float
     planned: Prediction
     within: DataRange | None
-    measured: Prediction
+    measured: Prediction | None
 
     def row(self) -> str:
         """The comparison as a row of the table."""
         seconds, within = self.seconds, self.within
         cells = [f"{seconds:.2f}", _cell(self.planned.seconds, "{:.2f}", within.seconds if within else None, 1)]
-        cells += [_error(self.planned.seconds, seconds), f"{self.measured.seconds:.2f}"]
-        cells += [_error(self.measured.seconds, seconds), f"{self.wan_bytes / 1e6:.3f}"]
+        cells += [_error(self.planned.seconds, seconds), *_measured(self.measured, "seconds", seconds, "{:.2f}", 1)]
+        cells += [f"{self.wan_bytes / 1e6:.3f}"]
         cells += [_cell(self.planned.wan_bytes, "{:.3f}", within.wan_bytes if within else None, 1e6)]
-        cells += [_error(self.planned.wan_bytes, self.wan_bytes), f"{self.measured.wan_bytes / 1e6:.3f}"]
-        cells += [_error(self.measured.wan_bytes, self.wan_bytes)]
+        cells += [_error(self.planned.wan_bytes, self.wan_bytes)]
+        cells += _measured(self.measured, "wan_bytes", self.wan_bytes, "{:.3f}", 1e6)
         return f"| {self.name}{'*' if within else ''} | {' | '.join(cells)} |"
 
     def misses(self) -> list[str]:
@@ -80,12 +81,21 @@ class Comparison:
                 found.append("the time is not in its range")
             if not self.within.wan_bytes[0] <= self.wan_bytes <= self.within.wan_bytes[1]:
                 found.append("the bytes are not in their range")
-        return found + _misses("--measure", self.measured, self.seconds, self.wan_bytes)
+        if self.measured is not None:
+            found += _misses("--measure", self.measured, self.seconds, self.wan_bytes)
+        return found
 
 
 def _cell(value: float, form: str, within: tuple[float, float] | None, unit: float) -> str:
     found = form.format(value / unit)
     return found if within is None else f"{found} ({' to '.join(form.format(end / unit) for end in within)})"
+
+
+def _measured(measured: Prediction | None, what: str, found: float, form: str, unit: float) -> list[str]:
+    if measured is None:
+        return ["", ""]
+    value = getattr(measured, what)
+    return [form.format(value / unit), _error(value, found)]
 
 
 def _error(planned: float, found: float) -> str:
@@ -120,13 +130,14 @@ def found_in(world: str, recipe: Recipe) -> tuple[float, float]:
         return timing.step_s * recipe.training.steps, moved - 4 * Training(recipe).layout.numel
 
 
-def compare(recipe: Recipe, name: str, world: str) -> Comparison:
+def compare(recipe: Recipe, name: str, world: str, *, measure: bool = True) -> Comparison:
     """Plan a strategy, and run it."""
     own = recipe.with_settings([f"strategy={name}"])
     task = Training(own)
     scenario, strategy = of_recipe(own, task.layout, {}), strategies.find(name)
     planned = predict(scenario, strategy)
-    within, measured = range_of(scenario, strategy, planned), predict(scenario, strategy, task=task)
+    within = range_of(scenario, strategy, planned)
+    measured = predict(scenario, strategy, task=task) if measure else None
     seconds, nbytes = found_in(world, own)
     return Comparison(name, seconds, nbytes, planned, within, measured)
 
@@ -139,6 +150,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--strategies", default=",".join(strategies.PRESETS))
     parser.add_argument("--world", choices=("simulator", "emulator"), default="simulator")
+    parser.add_argument("--without-measure", action="store_true", help="leave the real first steps out: large models")
     options = parser.parse_args()
     recipe = Recipe.load(options.recipe)
     recipe = recipe.with_settings([f"training.steps={options.steps}", f"training.evaluate_every={10**6}"])
@@ -147,8 +159,9 @@ def main() -> None:
     console.print(HEAD.format(world=options.world))
     missed = []
     for name in options.strategies.split(","):
-        found = compare(recipe, name, options.world)
+        found = compare(recipe, name, options.world, measure=not options.without_measure)
         console.print(found.row())
+        sys.stdout.flush()
         missed += [f"- {name}: {', '.join(found.misses())}"] if found.misses() else []
     console.print("\n".join(["", f"{len(missed)} rows miss:" if missed else "No row misses.", *missed]))
 

@@ -215,7 +215,7 @@ class ServerRounds:
             facts = facts_of_all(part.facts for part in parts)
             self.coordinator.receive_push(push, facts, size, now, out)
             if not self._process.replaying:
-                self._telemetry.pushed(push, self.coordinator.version, facts.squares)
+                self._telemetry.pushed(push, self.coordinator.version, facts.squares, size)
         else:
             self._drop_unless_open(key)
         self._carry_out(out, now)

@@ -35,7 +35,7 @@ def site_rows(
                 "site": name,
                 "number": roster.number(name),
                 "added": roster.is_added(name),
-                "state": _standing(member)
+                "state": _standing(member, here=bool(connected.get(name)))
                 if not roster.is_out(name)
                 else "removed"
                 if name not in roster.sites
@@ -50,7 +50,7 @@ def site_rows(
     return rows
 
 
-def _standing(member: Member | None) -> str:
+def _standing(member: Member | None, *, here: bool) -> str:
     """How a site stands, in a word or two."""
     if member is None:
         return "not joined"
@@ -60,6 +60,8 @@ def _standing(member: Member | None) -> str:
         return "finished"
     if member.aside:
         return "set aside" if member.aside >= BY_OPERATOR // 2 else f"set aside for {member.aside} pushes"
+    if not here:
+        return "not connected"
     if member.loading:
         return "loading"
     return "training" if member.pushed_round else "no push yet"

@@ -50,6 +50,7 @@ class Telemetry:
         self._began = time.monotonic()
         self._away: set[str] = set()  # sites whose connection was lost, or closed
         self._norms: dict[tuple[str, int], float] = {}  # of pushes whose rounds have not closed
+        self._sizes: dict[tuple[str, int], int] = {}  # of the same
         self._opened: dict[int, float] = {}  # when the first push of an open round came
         self._full = False  # the event log could not be written
         self._lines = SeldomActions(per_s=1.0, burst=20)  # of what strangers and single sites can cause
@@ -88,9 +89,17 @@ class Telemetry:
         """Count a message to a site."""
         self.metrics.down_bytes_total.labels(site=site).inc(size)
 
-    def pushed(self, push: Push, version: int, squares: float = math.nan) -> None:
-        """Note a push that came while the global model had this version, and the sum of the squares of its values."""
+    def pushed(self, push: Push, version: int, squares: float = math.nan, size: int = 0) -> None:
+        """Note a push that came.
+
+        Args:
+            push: its control message.
+            version: of the global model when it came.
+            squares: the sum of the squares of its values.
+            size: its bytes, from all ranks of the site.
+        """
         self._norms[push.site, push.round] = math.sqrt(squares) if squares >= 0 else math.nan
+        self._sizes[push.site, push.round] = size
         self.metrics.updates_total.labels(site=push.site).inc()
         self.metrics.site_step.labels(site=push.site).set(push.step)
         self.metrics.site_staleness_versions.labels(site=push.site).set(version - push.seen)
@@ -177,7 +186,11 @@ class Telemetry:
         norms = {site: self._norms.pop((site, number), math.nan) for site, number in closed.pushes}
         self._norms = {key: norm for key, norm in self._norms.items() if key[1] > result.round - _NORMS_ROUNDS}
         known = {site: float(f"{norm:.6g}") for site, norm in norms.items() if math.isfinite(norm)}
-        self.write("round", **closed.to_dict(), norms=known)
+        sizes = Counter[str]()
+        for site, number in closed.pushes:
+            sizes[site] += self._sizes.pop((site, number), 0)
+        self._sizes = {key: size for key, size in self._sizes.items() if key[1] > result.round - _NORMS_ROUNDS}
+        self.write("round", **closed.to_dict(), norms=known, sizes=sizes)
         if closed.decision is not None:
             schedule = closed.decision.schedule
             server_log.info(
@@ -254,10 +267,10 @@ class SiteTelemetry:
         return time.monotonic() - self._began
 
     def sent(self, size: int, push: Push | None) -> None:
-        """Count a message; a push also gets a line in the event log."""
+        """Count a message; a push also gets a line in the event log, whose bytes are in that of the server."""
         self.metrics.traffic(sent=size)
         if push is not None and self._events is not None:
-            self._events.write("push", self.now, round=push.round, step=push.step, bytes=size)
+            self._events.write("push", self.now, round=push.round, step=push.step)
 
     def received(self, size: int) -> None:
         """Count a message."""

@@ -161,5 +161,45 @@ def test_chromium_shows_what_the_log_of_a_real_run_with_a_cut_says(tmp_path: Pat
     assert float(shown[1]) == pytest.approx(moved / 1e6, rel=0.01)
     accuracy = next(line["accuracy"] for line in log if line["kind"] == "evaluate")
     assert json.loads(json.dumps(accuracy)) > 0
-    for name in ends:
-        assert f">{name}</td>" in page
+    for name, line in ends.items():
+        row = re.search(rf"<tr><td>{name}</td>(.*?)</tr>", page)
+        assert row is not None, page[:2000]
+        cells = re.findall(r"<td[^>]*>(.*?)</td>", row[1])
+        assert cells[:2] == ["finished", str(line["steps"])]
+        assert [_bytes(cell) for cell in cells[7:9]] == pytest.approx([line["up_bytes"], line["down_bytes"]], rel=0.01)
+    assert re.search(r">west</text>.*?>1 cut</text>", page), "one cut, whatever else was told"
+    sizes = [sum(entry["sizes"].values()) for entry in rounds]
+    assert sizes == [entry["up_bytes"] for entry in rounds], "the line of a round says what each site sent"
+
+
+def _bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
+
+
+def test_serve_says_what_it_serves(tmp_path: Path) -> None:
+    """The sites' logs are elsewhere: the recipe, and the rounds of the server's own log."""
+    (tmp_path / "recipe.yaml").write_text("name: served\nsites: [east, west]\nstrategy: {name: diloco, every: 3}\n")
+    with EventLog(tmp_path / "events.jsonl") as log:
+        facts = {"version": 1, "step": 3, "senders": ["east"], "pushes": [["east", 1]], "sizes": {"east": 50}}
+        log.write("round", 1.0, up_bytes=50, down_bytes=20, **facts)
+    view = page_server.RunWatcher(tmp_path).view()
+    assert (view["strategy"], view["server"]) == ("diloco", "")
+    east, west = view["sites"]
+    assert (east["step"], east["up_bytes"], west["up_bytes"]) == (3, 50, 0)
+    assert (east["waiting_seconds"], east["waiting_share"], east["last_of"]) == (None, None, None)
+
+
+def test_strange_tokens_are_wrong_tokens(tmp_path: Path) -> None:
+    found = page_server.serve("0.0.0.0:0", tmp_path, token="right")
+    try:
+        assert "0.0.0.0" not in found.url, "an address that another machine can open"
+        place = f"http://127.0.0.1:{found.port}/data.json"
+        for query in ("?token=", "?token=%ff%fe", "?token=right%00", "?token=righ", "?other=right"):
+            assert get(place + query)[0] == 401
+        assert get(place, Authorization="Bearer \u00fc")[0] == 401
+        assert get(place, Authorization="Basic right")[0] == 401
+        assert get(place, Cookie="weightgrad-page=;;==")[0] == 401
+        assert get(place + "?token=right")[0] == 200
+    finally:
+        found.stop()

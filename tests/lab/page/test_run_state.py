@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,11 @@ def test_sites_of_a_template_are_there_from_the_start() -> None:
 
 def test_clocks_of_sites_are_put_beside_the_servers() -> None:
     found = state(
-        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 200}),
-        ("edge-1", {"kind": "push", "t": 5.0, "round": 1, "step": 1, "bytes": 100}),
+        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1}),
+        ("edge-1", {"kind": "push", "t": 5.0, "round": 1, "step": 1}),
         round_(11.0, 1, [["virginia", 1], ["edge-1", 1]]),
-        ("virginia", {"kind": "push", "t": 2.0, "round": 2, "step": 2, "bytes": 200}),
-        ("edge-1", {"kind": "push", "t": 5.8, "round": 2, "step": 2, "bytes": 100}),
+        ("virginia", {"kind": "push", "t": 2.0, "round": 2, "step": 2}),
+        ("edge-1", {"kind": "push", "t": 5.8, "round": 2, "step": 2}),
         round_(13.5, 2, [["virginia", 2], ["edge-1", 2]]),
     )
     assert found.sites["virginia"].offset == pytest.approx(10.0)
@@ -54,7 +55,7 @@ def test_clocks_of_sites_are_put_beside_the_servers() -> None:
     assert last["late"] == "virginia"  # it pushed at 12.0, edge-1 at 11.8
     assert last["margin"] == pytest.approx(0.2)
     virginia = run_view(found)["sites"][0]
-    assert (virginia["up_bytes"], virginia["down_bytes"], virginia["rounds"]) == (400, 200, 2)
+    assert (virginia["up_bytes"], virginia["down_bytes"], virginia["rounds"]) == (300, 200, 2)  # half of each round's
     assert virginia["exchange_seconds"] == pytest.approx(1.5)
 
 
@@ -90,6 +91,9 @@ def test_when_a_simulated_site_waited_is_not_known() -> None:
     assert run_view(found)["sites"][0]["waiting_share"] is None
     found = state(("virginia", {"kind": "site", "t": 9.0, "site": "virginia", "waiting_seconds": 0.0}))
     assert run_view(found)["sites"][0]["waiting_share"] == 0.0
+    found = state(("", {"kind": "step", "t": 1.0, "site": "virginia", "step": 1, "loss": 1.0}))
+    virginia = run_view(found)["sites"][0]
+    assert (virginia["waiting_seconds"], virginia["waiting_share"], virginia["last_of"]) == (None, None, None)
 
 
 def test_decisions_agreement_and_dollars() -> None:
@@ -108,7 +112,7 @@ def test_decisions_agreement_and_dollars() -> None:
 def test_encoding_is_in_the_timeline() -> None:
     """The bar of a push that was measured ends when it was encoded, by the server's clock."""
     found = state(
-        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 10}),
+        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1}),
         ("virginia", {"kind": "encoded", "t": 1.0, "round": 1, "seconds": 0.25, "residual": 4.0}),
         round_(11.0, 1, [["virginia", 1]]),
     )
@@ -195,11 +199,11 @@ def test_what_the_operator_does_is_told() -> None:
 
 def test_who_is_waited_for_and_how_long() -> None:
     found = state(
-        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 200}),
-        ("edge-1", {"kind": "push", "t": 1.0, "round": 1, "step": 1, "bytes": 100}),
+        ("virginia", {"kind": "push", "t": 1.0, "round": 1, "step": 1}),
+        ("edge-1", {"kind": "push", "t": 1.0, "round": 1, "step": 1}),
         round_(1.0, 1, [["virginia", 1], ["edge-1", 1]]),
-        ("virginia", {"kind": "push", "t": 2.0, "round": 2, "step": 2, "bytes": 200}),
-        ("edge-1", {"kind": "push", "t": 5.0, "round": 2, "step": 2, "bytes": 100}),
+        ("virginia", {"kind": "push", "t": 2.0, "round": 2, "step": 2}),
+        ("edge-1", {"kind": "push", "t": 5.0, "round": 2, "step": 2}),
         round_(5.0, 2, [["virginia", 2], ["edge-1", 2]]),
     )
     assert found.sites["edge-1"].margin_seconds == pytest.approx(3.0)
@@ -211,7 +215,7 @@ def test_a_finished_run_says_what_a_live_one_said(tmp_path: Path) -> None:
         (tmp_path / "state" / name).mkdir(parents=True)
         with EventLog(tmp_path / "state" / name / "events.jsonl") as log:
             for number in (1, 2):
-                log.write("push", at + number, round=number, step=number, bytes=100)
+                log.write("push", at + number, round=number, step=number)
                 log.write("step", at + number, site=name, step=number, loss=1.0)
     with EventLog(tmp_path / "events.jsonl") as log:
         for number in (1, 2):
@@ -225,3 +229,76 @@ def test_a_finished_run_says_what_a_live_one_said(tmp_path: Path) -> None:
     assert [site["site"] for site in view["timeline"]["sites"]] == ["virginia", "edge-1"]
     assert view["up_bytes"] == 400, "each push is counted once"
     assert view["last_round"]["late"] is not None
+
+
+def test_bytes_are_those_that_the_server_received_until_a_site_says_its_own() -> None:
+    sizes = {"virginia": 290, "edge-1": 10}
+    found = state(round_(1.0, 1, [["virginia", 1], ["edge-1", 1]], sizes=sizes))
+    virginia, edge, _ = run_view(found)["sites"]
+    assert (virginia["up_bytes"], edge["up_bytes"], edge["down_bytes"]) == (290, 10, 100)
+    found.add("virginia", {"kind": "site", "t": 2.0, "site": "virginia", "up_bytes": 900, "down_bytes": 300})
+    found.add(*round_(3.0, 2, [["virginia", 2], ["edge-1", 2]], sizes=sizes))  # its log was read first
+    virginia, edge, _ = run_view(found)["sites"]
+    assert (virginia["up_bytes"], virginia["down_bytes"]) == (900, 300), "nothing is counted twice"
+    assert (edge["up_bytes"], edge["down_bytes"]) == (20, 200)
+
+
+def test_only_cuts_are_counted_as_cuts() -> None:
+    limited = {"kind": "limited", "site": "virginia", "why": "it weighs too much"}
+    found = state(("", {**limited, "t": 1.0}), ("", {**limited, "t": 2.0}))
+    view = run_view(found)
+    assert view["sites"][0]["cuts"] == 0
+    assert [(told["t"], told["kind"], told["times"]) for told in view["faults"]] == [(2.0, "warning", 2)]
+    found.add("", {"kind": "fault", "t": 3.0, "what": "cut", "where": ["ohio", "virginia"]})
+    found.add("", {"kind": "connection", "t": 4.0, "site": "virginia", "up": False, "left": False})
+    found.add("", {**limited, "t": 2.5})  # another log, read later
+    view = run_view(found)
+    assert view["sites"][0]["cuts"] == 1, "a connection that a cut ends is no second one"
+    assert [told["t"] for told in view["faults"]] == [4.0, 3.0, 2.5, 2.0]
+
+
+def test_lines_that_are_not_what_they_say_are_counted() -> None:
+    found = state(
+        ("", {"kind": "round", "t": 1.0}),
+        ("", {"kind": "push", "t": 1.0, "round": "x"}),
+        ("", {"kind": "fault", "t": 1.0, "where": 3}),
+        round_(2.0, 1, [["virginia", 1]]),
+    )
+    view = run_view(found)
+    assert (view["unread"], view["version"]) == (3, 1)
+
+
+def test_many_steps_are_drawn_as_few_bars_without_a_gap() -> None:
+    lines = [("", {"kind": "step", "t": 0.05 * n, "site": "virginia", "step": n, "loss": 1.0}) for n in range(1, 1101)]
+    steps = run_view(state(*lines))["timeline"]["sites"][0]["steps"]
+    assert len(steps) <= 400
+    assert (steps[0][0], steps[-1][1:]) == (pytest.approx(0.05), [pytest.approx(55.0), 1100])
+    assert all(one[1] == other[0] for one, other in pairwise(steps))
+
+
+def test_a_log_without_its_beginning_or_its_end_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        for number in range(1, 9):
+            _, line = round_(float(number), number, [["virginia", number]])
+            log.write(line.pop("kind"), line.pop("t"), **line)
+        log.write("end", 9.0, status="finished")
+    whole = path.read_bytes()
+    for cut in (whole[150:], whole[: len(whole) // 2], whole[150:].replace(b":4", b":NaN"), b"\x00" * 100 + whole, b""):
+        path.write_bytes(cut)
+        found = RunState({}, "run")
+        for source, event in RunReader(tmp_path).new_events():
+            found.add(source, event)
+        view = json.loads(json.dumps(run_view(found), allow_nan=False))
+        assert view["rounds"] <= 8
+        assert view["status"] in ("waiting", "running", "finished")
+
+
+def test_links_of_a_template_are_those_of_its_sites() -> None:
+    links = [
+        {"between": ["ohio", "edge-{}"], "bandwidth": 1e7},
+        {"between": ["edge-2", "ohio"], "bandwidth": 2e6},
+        {"between": ["ohio", "virginia"], "bandwidth": 5e7},
+    ]
+    view = run_view(RunState({**RECIPE, "links": links}, "run"))
+    assert [site["bandwidth_bit_s"] for site in view["sites"]] == [5e7, 1e7, 2e6]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def build():
     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)), torch.zeros(4, 64)
 def no_batch():
     return torch.nn.Linear(8, 8)
+def raises():
+    raise ValueError("no weights at /data")
+def leaves():
+    raise SystemExit(3)
+class Looks(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum().item() > 0 else -y
+def looks():
+    return Looks(8, 8), torch.zeros(2, 8)
+class Breaks(torch.nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("boom")
+def breaks():
+    return Breaks(8, 8), torch.zeros(2, 8)
 number = 3
 """
 
@@ -128,6 +144,10 @@ def test_the_command_plans_a_model_of_ones_own(tmp_path: Path) -> None:
         ("my_script:missing", "has no missing"),
         ("my_script:number", "wanted a function"),
         ("my_script:no_batch", "--input"),
+        ("my_script:raises", "the function that makes the model failed: ValueError: no weights at /data"),
+        ("my_script:leaves", "the function that makes the model failed: SystemExit: 3"),
+        ("my_script:breaks", "a step of the model with fake tensors failed: RuntimeError: boom"),
+        ("my_script:looks", "give --measure"),
     ],
 )
 def test_a_model_that_cannot_be_made_is_told(
@@ -142,3 +162,73 @@ def test_a_model_that_cannot_be_made_is_told(
     sys.modules.pop("my_script", None)
     assert isinstance(done.exception, PlanError)
     assert wanted in str(done.exception)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("my_script", None)
+    yield
+    sys.modules.pop("my_script", None)
+
+
+@pytest.mark.usefixtures("script")
+def test_a_model_that_looks_at_values_can_be_measured() -> None:
+    given = ["--sites", "a=H100", "--link", "ohio-a=1Gbit/s,1ms", "--steps", "4", "--strategies", "baseline", "--json"]
+    done = CliRunner().invoke(app, ["plan", "--model", "my_script:looks", "--measure", *given])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["sites"]["a"]["seconds_per_step"] > 0
+
+
+@pytest.mark.usefixtures("script")
+def test_sixteen_sites_that_are_alike_have_one_row_and_traffic_may_be_free() -> None:
+    names = [f"dc-{number}" for number in range(1, 17)]
+    sites = ",".join(f"{name}=A100" for name in names)
+    links = " ".join(f"ohio-{name}={'1' if name != 'dc-7' else '2'}Gbit/s,10ms" for name in names)
+    given = ["--sites", sites, "--link", links, "--steps", "8", "--strategies", "baseline", "--price", "0"]
+    done = CliRunner().invoke(app, ["plan", "--model", "my_script:build", *given, "--page", "page.html"])
+    assert done.exit_code == 0, done.output
+    for label in ("each of dc-1 to dc-6", "dc-7", "each of dc-8 to dc-16"):
+        assert sum(line.startswith(label + " ") for line in done.output.splitlines()) == 2, "memory, and the link"
+        assert f"<td>{label}</td>" in Path("page.html").read_text()
+    row = next(line for line in done.output.splitlines() if line.startswith("baseline"))
+    assert row.split().count("0.00") == 2
+
+
+@pytest.mark.usefixtures("script")
+def test_time_can_be_asked_for_in_tokens() -> None:
+    recipe = Recipe.load(RECIPES / "gpt.yaml")
+    source = sources.of_recipe(recipe, measure=False)
+    assert source.samples(None, 1281) == 11  # windows of 128 characters
+    assert source.samples(7, None) == 7
+    with pytest.raises(PlanError, match="not both"):
+        source.samples(7, 128)
+    laptop = sources.of_recipe(Recipe.load(RECIPES / "laptop.yaml"), measure=False)
+    with pytest.raises(PlanError, match="--samples instead"):
+        laptop.samples(None, 100)
+
+
+def test_a_sharded_site_sends_the_models_own_type_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "wide_model.py").write_text("import torch\ndef build(): return torch.nn.Linear(2048, 2048)\n")
+
+    def given(dtype: str | None) -> sources.ModelArguments:
+        return sources.ModelArguments(
+            model="wide_model:build",
+            sites="a=64xH100",
+            links=("ohio-a=1Gbit/s,1ms",),
+            input="2048",
+            batch=1,
+            steps=4,
+            optimizer="adamw",
+            sharding="fsdp2",
+            dtype=dtype,
+            checkpointing=False,
+        )
+
+    whole, half = (sources.of_model(given(dtype), devices.DEVICES, measure=False) for dtype in (None, "bfloat16"))
+    (one,), (other,) = whole.scenario.sites, half.scenario.sites
+    assert other.lan.bandwidth_bit_s == pytest.approx(2 * one.lan.bandwidth_bit_s)

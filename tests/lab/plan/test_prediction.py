@@ -134,3 +134,30 @@ def test_the_lan_of_the_ranks_that_are_played_is_that_of_all(scenario: Scenario)
     assert played.workers == 4
     whole = site.lan.allreduce(64, 4 * layout.numel)
     assert played.lan.allreduce(played.workers, 4 * small.numel) == pytest.approx(whole)
+
+
+def test_what_a_site_quantizes_is_exempt_in_the_stand_in_as_in_the_model(scenario: Scenario) -> None:
+    """The first and the last matrix and all vectors are not: a stand-in without shapes would be all vectors."""
+    shapes = [
+        ("first", (64, 75)),
+        *((f"{n}.{kind}", shape) for n in range(20) for kind, shape in (("w", (256, 256)), ("b", (256,)))),
+    ]
+    layout = Layout.of_shapes([*shapes, ("last", (10, 256))])
+    small = shrunk(layout, per_tensor=False, elements=1 << 15)
+    ratio = layout.numel / small.numel
+    vectors = sum(slot.numel for slot in small.slots if len(slot.shape) < 2)
+    assert vectors * ratio == pytest.approx(20 * 256, rel=0.1)
+    matrices = [slot for slot in small.slots if len(slot.shape) == 2]
+    assert [matrices[0].numel * ratio, matrices[-1].numel * ratio] == pytest.approx([64 * 75, 10 * 256], rel=0.15)
+    own = replace(scenario, layout=layout)
+    strategy = strategies.find("weightgrad")
+    one, other = (predict(own, strategy, elements=elements) for elements in (1 << 16, 1 << 21))
+    assert one.lan_bytes == pytest.approx(other.lan_bytes, rel=0.05)
+    assert one.compute_seconds == pytest.approx(other.compute_seconds, rel=0.05)
+
+
+def test_auto_has_a_range_because_it_looks_at_signs(scenario: Scenario) -> None:
+    found = predict(scenario, strategies.find("auto"))
+    within = range_of(scenario, strategies.find("auto"), found)
+    assert within is not None
+    assert within.wan_bytes[0] <= found.wan_bytes <= within.wan_bytes[1]

@@ -59,6 +59,7 @@ def plan(
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples that the time is asked for.", show_default="those of the run")
     ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="The same in tokens, where a sample is a text.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time a few real steps on this machine, and play real gradients through.")
     ] = False,
@@ -102,7 +103,7 @@ def plan(
             wanted,
             devices=source.devices,
             prices=prices.read(price_file, price or (), places=places),
-            samples=samples,
+            samples=source.samples(samples, tokens),
             task=source.task,
             watch=lambda name: status.update(f"playing {name} through"),
         )

@@ -25,7 +25,6 @@ from weightgrad.lab.run import deployment
 from weightgrad.runtime import health
 from weightgrad.runtime.peer_check import PeerCheck
 from weightgrad.runtime.roster import Roster
-from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security.credentials import Credentials, Revoked
 from weightgrad.runtime.security.tls_check import is_loopback
 from weightgrad.runtime.server import GlobalServer, ServeOptions
@@ -101,7 +100,11 @@ def serve(
     ] = None,
 ) -> None:
     """Run the global server for the sites of a recipe, or for --sites: aggregate their updates, send the results."""
-    config = _run_config(recipe, sites, strategy, settings, near=is_loopback(listen))
+    served = _served(recipe, sites, strategy, settings)
+    near = is_loopback(listen)
+    config = (
+        deployment.run_config(served) if isinstance(served, Recipe) else deployment.listed_config(served, near=near)
+    )
     for path in optimizer or ():
         allow_optimizer(path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
@@ -123,6 +126,8 @@ def serve(
         except OSError as error:
             raise RunError(f"cannot make the directory {out}: {error.strerror}; choose another for --out") from None
         events = EventLog(out / "events.jsonl", append=True) if first else None
+        if first and not (out / "recipe.yaml").exists():  # `launch` writes it itself; a page shows what it says
+            (out / "recipe.yaml").write_text(served.to_yaml())
     group = ServerGroup()
     if group.spans_machines and advertise is None:
         raise StrategyError("the server's processes are on several machines; give --advertise an address for each rank")
@@ -168,10 +173,10 @@ def serve(
             events.close()
 
 
-def _run_config(
-    recipe: str | None, sites: str | None, strategy: str | None, settings: list[str] | None, *, near: bool
-) -> RunConfig:
-    """What the server announces, from a recipe or from the options that replace one."""
+def _served(
+    recipe: str | None, sites: str | None, strategy: str | None, settings: list[str] | None
+) -> Recipe | SiteList:
+    """What the server announces: a recipe, or the options that replace one."""
     if recipe is None and sites is None:
         raise RecipeError(
             "serve needs the sites that may join: --sites virginia,tokyo (and perhaps --strategy diloco), or a RECIPE"
@@ -184,10 +189,7 @@ def _run_config(
                 "give one of the two, or change the recipe with --set strategy=NAME"
             )
         found = site_list.load_served(recipe_argument.find(recipe))
-        found = found.with_settings(settings) if settings else found
-        if isinstance(found, Recipe):
-            return deployment.run_config(found)
-        return deployment.listed_config(found, near=near)
+        return found.with_settings(settings) if settings else found
     if settings:
         raise RecipeError("--set changes a recipe, and there is none; write --strategy 'diloco(every=50)' instead")
     assert sites is not None
@@ -197,7 +199,7 @@ def _run_config(
     name = "--sites" if strategy is None else "--sites and --strategy"
     listed = {"name": "served", "sites": [name.strip() for name in sites.split(",")]}
     value = Document(name, listed).with_setting(chosen[0].setting).value
-    return deployment.listed_config(SiteList.of_document(Document(name, value)), near=near)
+    return SiteList.of_document(Document(name, value))
 
 
 def _port_of(listen: str, process: int) -> str:

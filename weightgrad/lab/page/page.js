@@ -79,11 +79,11 @@ function tiles(d) {
 function tree(d) {
   const n = d.sites.length, narrow = window.innerWidth < 760, shown = d.sites.slice(0, 24);
   const columns = Math.min(n || 1, narrow ? 2 : 5), rows = Math.ceil(shown.length / columns);
-  const width = narrow ? 420 : 1100, cell = width / columns, height = 90 + rows * 140;
+  const width = narrow ? 360 : 1100, cell = width / columns, height = 90 + rows * 156;
   const svg = picture("tree", width, height, "sites, links and the global server");
   const sx = width / 2, sy = 40;
   const most = Math.max(1, ...shown.map((s) => s.up_bit_s + s.down_bit_s));
-  const places = shown.map((s, i) => [cell * (i % columns + 0.5), 160 + Math.floor(i / columns) * 140]);
+  const places = shown.map((s, i) => [cell * (i % columns + 0.5), 160 + Math.floor(i / columns) * 156]);
   shown.forEach((s, i) => {
     const down = (s.cut || s.connected === false) && !s.finished, flow = s.up_bit_s + s.down_bit_s;
     const [x, y] = places[i], left = cell * (i % columns), gutter = Math.abs(left - sx) < Math.abs(left + cell - sx) ? left : left + cell;
@@ -92,32 +92,41 @@ function tree(d) {
       "stroke-width": 1.5 + 5 * Math.sqrt(flow / most) });
   });
   shape(svg, "rect", { x: sx - 80, y: sy - 22, width: 160, height: 44, rx: 12, class: "node" });
-  shape(svg, "text", { x: sx, y: sy - 2, "text-anchor": "middle" }, d.server);
+  shape(svg, "text", { x: sx, y: sy - 2, "text-anchor": "middle" }, d.server || "global server");
   shape(svg, "text", { x: sx, y: sy + 14, "text-anchor": "middle", class: "soft" }, `version ${d.version}`);
   shown.forEach((s, i) => {
     const [x, y] = places[i], down = (s.cut || s.connected === false) && !s.finished, w = Math.min(cell - 12, 200);
-    shape(svg, "rect", { x: x - w / 2, y: y - 26, width: w, height: 84, rx: 12, class: "node" + (down ? " bad" : "") });
+    shape(svg, "rect", { x: x - w / 2, y: y - 26, width: w, height: 100, rx: 12, class: "node" + (down ? " bad" : "") });
     shape(svg, "text", { x, y: y - 8, "text-anchor": "middle" }, s.name);
     const state = s.removed ? "removed" : s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
     shape(svg, "text", { x, y: y + 8, "text-anchor": "middle", class: down ? "soft bad" : "soft" }, state);
     shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
     const known = s.delay_seconds === null || s.delay_seconds === undefined ? null : 2 * s.delay_seconds;
     const trip = s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : known === null ? "" : `trip ${seconds(known)}`;
-    const lost = s.loss_rate ? `, loss ${percent(s.loss_rate)}` : "";
-    const cuts = s.cuts ? `, ${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : "";
-    shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, `${rate(s.bandwidth_bit_s)} ${trip}${lost}${cuts}`);
+    const line = [s.bandwidth_bit_s ? rate(s.bandwidth_bit_s) : "", trip].filter(Boolean).join(", ");
+    const lost = [s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : ""].filter(Boolean).join(", ");
+    shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, line);
+    shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, lost || "no loss, no cut");
   });
   if (n > shown.length) shape(svg, "text", { x: 4, y: height - 6, class: "soft" }, `and ${n - shown.length} more sites`);
+}
+
+function mean(all) { // at the steps of the first: the mean of what the others had last
+  const places = all.map(() => 0);
+  return all[0].map(([step]) => [step, all.reduce((sum, points, i) => {
+    while (places[i] + 1 < points.length && points[places[i] + 1][0] <= step) places[i] += 1;
+    return sum + points[places[i]][1];
+  }, 0) / all.length]);
 }
 
 function curve(id, series, format, label, limits, empty = "nothing yet") {
   const names = Object.keys(series).filter((name) => series[name].length);
   if (!names.length) return nothing(id, empty);
-  const W = 520, H = 230, L = 46, R = 8, T = 8, B = 24;
+  const W = window.innerWidth < 760 ? 380 : 520, H = 230, L = 54, R = 8, T = 8, B = 24;
   const all = names.flatMap((name) => series[name]);
   const xs = all.map((p) => p[0]), ys = all.map((p) => p[1]);
   let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-  if (x0 === x1) { x0 -= 1; x1 += 1; }
+  if (x0 === x1) x0 = 0;
   if (limits) { y0 = Math.max(limits[0], y0 - 0.05); y1 = Math.min(limits[1], y1 + 0.05); }
   if (y0 === y1) { y0 -= 0.5; y1 += 0.5; }
   const X = (x) => L + (W - L - R) * (x - x0) / (x1 - x0), Y = (y) => H - B - (H - B - T) * (y - y0) / (y1 - y0);
@@ -129,9 +138,15 @@ function curve(id, series, format, label, limits, empty = "nothing yet") {
   }
   shape(svg, "text", { x: L, y: H - 6, class: "soft" }, `step ${x0}`);
   shape(svg, "text", { x: W - R, y: H - 6, "text-anchor": "end", class: "soft" }, `step ${x1}`);
+  const path = (points) => points.map((p) => `${X(p[0]).toFixed(1)},${Y(p[1]).toFixed(1)}`).join(" ");
+  if (names.length > 5) { // too many to tell apart: their mean, and all of them behind it
+    names.forEach((name) => shape(shape(svg, "polyline", { points: path(series[name]), class: "line faint" }), "title", {}, name));
+    shape(svg, "polyline", { points: path(mean(names.map((name) => series[name]))), class: "line", "data-series": 0 });
+    shape(svg, "text", { x: W - R - 4, y: T + 14, "text-anchor": "end", "data-series": 0 }, `the mean of ${names.length} sites`);
+    return;
+  }
   names.forEach((name, i) => {
-    const points = series[name].map((p) => `${X(p[0]).toFixed(1)},${Y(p[1]).toFixed(1)}`).join(" ");
-    const line = shape(svg, "polyline", { points, class: "line", "data-series": i % 5 });
+    const line = shape(svg, "polyline", { points: path(series[name]), class: "line", "data-series": i % 5 });
     shape(line, "title", {}, name);
     if (series[name].length < 40) series[name].forEach((p) => shape(svg, "circle", { cx: X(p[0]), cy: Y(p[1]), r: 3, "data-series": i % 5 }));
     if (names.length > 1) shape(svg, "text", { x: W - R - 4, y: T + 14 + 16 * i, "text-anchor": "end", "data-series": i % 5 }, name);
@@ -140,8 +155,8 @@ function curve(id, series, format, label, limits, empty = "nothing yet") {
 
 function timeline(d) {
   const { start, end, sites } = d.timeline, shown = sites.slice(0, 24);
-  if (!shown.length || end <= start) return nothing("timeline", "nothing yet");
-  const narrow = window.innerWidth < 760, W = narrow ? 560 : 1100, L = 92, row = 40, H = shown.length * row + 22;
+  if (!shown.length || end <= start) return nothing("timeline", away(d) || "nothing yet");
+  const narrow = window.innerWidth < 760, W = narrow ? 400 : 1100, L = narrow ? 72 : 92, row = 40, H = shown.length * row + 22;
   const svg = picture("timeline", W, H, "steps, waiting and pushes of the last minute");
   const X = (t) => L + (W - L - 4) * (Math.min(Math.max(t, start), end) - start) / (end - start);
   const bar = (kind, a, b, y, h, text) => {
@@ -151,7 +166,7 @@ function timeline(d) {
   for (let i = 0; i <= 4; i++) {
     const t = start + (end - start) * i / 4;
     shape(svg, "line", { x1: X(t), x2: X(t), y1: 0, y2: H - 18, class: "grid" });
-    shape(svg, "text", { x: X(t), y: H - 4, "text-anchor": i === 0 ? "start" : i === 4 ? "end" : "middle", class: "soft" }, seconds(t - end));
+    shape(svg, "text", { x: X(t), y: H - 4, "text-anchor": i === 0 ? "start" : i === 4 ? "end" : "middle", class: "soft" }, i === 4 ? "now" : seconds(t - end));
   }
   shown.forEach((s, i) => {
     const y = i * row + 4;
@@ -164,15 +179,16 @@ function timeline(d) {
 }
 
 function sites(d) {
-  const heads = ["site", "step", "loss", "waiting, last minute", "waited", "last to come", "others waited for it", "up", "down", "exchange", "state"];
+  const heads = ["site", "state", "step", "loss", "waiting, last minute", "waited", "last to come", "others waited for it", "up", "down", "exchange"];
   table("sites", heads, d.sites.map((s) => {
     const down = (s.cut || s.connected === false) && !s.finished;
     const state = element("td", s.removed ? "removed" : s.aside ? "set aside" : s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
-    return [s.name, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
-      s.rounds ? `${s.last_of} of ${s.rounds}` : "–", seconds(s.margin_seconds), bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds), state];
+    return [s.name, state, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
+      s.rounds && s.last_of !== null ? `${s.last_of} of ${s.rounds}` : "–", seconds(s.margin_seconds), bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds)];
   }));
 }
 
+const away = (d) => d.rounds && !d.sites.some((s) => s.loss !== null) ? "only the sites' own logs have it, and they are not here" : "";
 const over = (d) => OVER.includes(d.status);
 const none = (d, why) => over(d) ? why : "nothing yet";
 const size = (v) => v === null || v === undefined ? "–" : String(Number(v.toPrecision(3)));
@@ -180,7 +196,7 @@ const size = (v) => v === null || v === undefined ? "–" : String(Number(v.toPr
 function compression(d) {
   const rows = d.sites.filter((s) => s.encode_seconds !== null || s.push_norm !== null);
   if (!rows.length) return by("compression").replaceChildren(element("caption", none(d, "only the logs of sites with processes have it"), "none"));
-  const heads = ["site", "encoding a push", "size of a push", "size of the residual", "stays behind", "round trip"];
+  const heads = ["site", "encoding a push", "norm of a push", "norm of the residual", "stays behind", "round trip"];
   table("compression", heads, rows.map((s) => [s.name, seconds(s.encode_seconds), size(s.push_norm), size(s.residual),
     percent(s.left_behind), seconds(s.trip_seconds)]));
 }
@@ -200,14 +216,16 @@ function show(d) {
   by("status").textContent = d.status;
   by("status").className = "pill " + d.status;
   const size = d.parameters ? `, ${d.parameters.toLocaleString("en")} parameters` : "";
-  by("lead").textContent = `${d.strategy}${size}, ${d.sites.length} sites, global server ${d.server}`;
+  const recipe = d.recipe && !d.name.includes(d.recipe) ? `recipe ${d.recipe}, ` : "";
+  by("lead").textContent = `${recipe}${d.strategy || "strategy not known"}${size}, ${d.sites.length} site${d.sites.length === 1 ? "" : "s"}${d.server ? `, global server ${d.server}` : ""}`;
+  by("unread").textContent = d.unread ? ` ${d.unread} line${d.unread === 1 ? "" : "s"} of the event logs could not be read.` : "";
   tiles(d); tree(d); timeline(d); sites(d); compression(d);
-  curve("loss", d.loss, (v) => number(v, 3), "loss by step");
-  curve("accuracy", { accuracy: d.accuracy }, percent, "accuracy by step", [0, 1], none(d, "this run's logs have none"));
+  curve("loss", d.loss, (v) => number(v, 3), "loss by step", undefined, away(d) || "nothing yet");
+  curve("accuracy", { accuracy: d.accuracy }, (v) => (100 * v).toFixed(1) + " %", "accuracy by step", [0, 1], none(d, "this run's logs have none"));
   items("decisions", d.decisions.map((x) => [`a round every ${x.every === 1 ? "step" : x.every + " steps"}, ${x.up} up, ${x.down} down, ` +
     (x.overlap ? `results ${x.overlap === 1 ? "a step" : x.overlap + " steps"} late` : "results are waited for"),
     `${seconds(x.t)}: ${x.why}`]), d.strategy === "auto" ? "nothing yet" : "this strategy is fixed");
-  items("faults", d.faults.map((x) => [x.what, seconds(x.t), x.kind === "fault" ? "bad" : x.kind === "operator" ? "operator" : "good"]), "none");
+  items("faults", d.faults.map((x) => [x.what, seconds(x.t) + (x.times > 1 ? `, ${x.times} times in a row` : ""), { fault: "bad", warning: "warn", operator: "operator" }[x.kind] || "good"]), "none");
   table("processes", ["process", "memory", "CPU"], d.processes.map((p) => [p.name, bytes(p.memory_bytes), percent(p.cpu)]));
   if (!d.processes.length) by("processes").replaceChildren(element("caption", "none of this run on this machine", "none"));
   table("certificates", ["whose", "days left"], d.certificates.map((c) => [c.who, element("td", String(c.days), c.days < 14 ? "bad" : c.days < 30 ? "warn" : "")]));

@@ -78,10 +78,10 @@ class RunWatcher:
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    """A recipe with its quantities as numbers."""
-    from weightgrad.lab.recipes.recipe import Recipe
+    """A recipe, or a list of sites, with its quantities as numbers."""
+    from weightgrad.lab.recipes.site_list import load_served
 
-    return Recipe.load(path).dump()
+    return load_served(path).dump()
 
 
 def certificate_days(directory: Path) -> list[dict[str, Any]]:
@@ -106,6 +106,7 @@ class PageServer:
     def __init__(self, server: Any, listener: socket.socket, host: str, token: str | None) -> None:
         self._server, self._listener = server, listener
         self.port: int = listener.getsockname()[1]
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # what another machine can open
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.port}/" + (f"?token={token}" if token is not None else "")
         self._thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)

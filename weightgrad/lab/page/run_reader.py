@@ -65,7 +65,7 @@ class RunReader:
 def _event(line: bytes) -> Event | None:
     """One line; None if it is damaged: a page shows what it can."""
     try:
-        found = json.loads(line)
+        found = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None
     usable = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("t"), (int, float))

@@ -34,6 +34,7 @@ class RunState:
         self.strategy = str((recipe.get("strategy") or {}).get("name", "")) if recipe else ""
         self.parameters: int | None = None
         self.now = 0.0
+        self.unread = 0  # lines that are not what they should be
         self.rounds: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.round_count = 0
         self.version = 0
@@ -50,9 +51,19 @@ class RunState:
 
     def add(self, source: str, event: Event) -> None:
         """Take one line of a log."""
+        if source:
+            self._site(source).told = True
         handler = getattr(self, f"_on_{event['kind']}", None)
         if handler is not None:
-            handler(source, float(event["t"]), event)
+            try:
+                handler(source, float(event["t"]), event)
+            except (
+                AttributeError,
+                KeyError,
+                TypeError,
+                ValueError,
+            ):  # not what its kind says: a page shows what it can
+                self.unread += 1
         if source == "" and event["kind"] not in _OTHER_CLOCKS:
             self.now = max(self.now, float(event["t"]))
         elif source in self.sites and self.sites[source].offset is not None:
@@ -90,6 +101,7 @@ class RunState:
         if event.get("left"):
             site.finished = True
         else:
+            site.cuts += not site.cut
             self._tell(t, f"the connection of {site.name} is lost", "fault", [site.name])
 
     def _on_step(self, source: str, t: float, event: Event) -> None:
@@ -112,9 +124,7 @@ class RunState:
 
     def _on_push(self, source: str, t: float, event: Event) -> None:
         site = self._site(source)
-        site.pushes[int(event["round"])] = (t, int(event["bytes"]))
-        site.up_bytes += int(event["bytes"])
-        site.moved.append((t, float(event["bytes"]), 0.0))
+        site.pushes[int(event["round"])] = t
         while len(site.pushes) > KEPT:
             del site.pushes[next(iter(site.pushes))]
 
@@ -147,16 +157,17 @@ class RunState:
             site.rounds += 1
             site.connected, site.removed = True, False
             site.norm = (event.get("norms") or {}).get(name, site.norm)
+            site.step = max(site.step, int(event["step"]))
             sent = site.pushes.get(number)
             if sent is not None:
-                site.offset = t - sent[0] if site.offset is None else min(site.offset, t - sent[0])
-                arrivals[name] = site.at(sent[0])
-            elif not site.pushes:  # its own log is not here
-                site.up_bytes += event["up_bytes"] / max(1, len(pushes))
-                site.moved.append((t, event["up_bytes"] / max(1, len(pushes)), 0.0))
+                site.offset = t - sent if site.offset is None else min(site.offset, t - sent)
+                arrivals[name] = site.at(sent)
+            size = float((event.get("sizes") or {}).get(name, event["up_bytes"] / len(pushes)))
+            site.sizes[number] = size
+            site.add_traffic(t, up=size)
         for site in self.sites.values():
-            site.down_bytes += event["down_bytes"]
-            site.moved.append((t - (site.offset or 0.0), 0.0, float(event["down_bytes"])))
+            if not site.removed:
+                site.add_traffic(t, down=float(event["down_bytes"]))
         late = max(arrivals, key=lambda name: arrivals[name]) if len(arrivals) > 1 else None
         if late is not None:
             self.sites[late].last_of += 1
@@ -196,6 +207,7 @@ class RunState:
         for name in where:
             if name in self.sites and what in ("cut", "heal"):
                 self.sites[name].cut = what == "cut"
+                self.sites[name].cuts += what == "cut"
         if what == "lost":
             for name in where:
                 self._site(name).connected = False
@@ -208,7 +220,7 @@ class RunState:
     def _on_limited(self, source: str, t: float, event: Event) -> None:
         del source
         told = f"an update of {event.get('site')} was limited: {event.get('why')}"
-        self._tell(t, told, "fault", [str(event.get("site"))])
+        self._tell(t, told, "warning", [str(event.get("site"))])
 
     def _on_process(self, source: str, t: float, event: Event) -> None:
         del source, t
@@ -235,8 +247,9 @@ class RunState:
         del t
         site = self._site(source or event["site"])
         site.waiting_seconds = float(event.get("waiting_seconds", site.waiting_seconds))
+        site.told = True
         if "up_bytes" in event:
-            site.up_bytes, site.down_bytes = event["up_bytes"], event["down_bytes"]
+            site.up_bytes, site.down_bytes, site.counted = event["up_bytes"], event["down_bytes"], True
         site.finished = True
 
     def _on_end(self, source: str, t: float, event: Event) -> None:
@@ -245,12 +258,21 @@ class RunState:
             self.status = str(event.get("status", "finished"))
 
     def _tell(self, t: float, what: str, kind: str, where: list[str]) -> None:
-        self.faults.append({"t": t, "what": what, "kind": kind, "where": where})
+        """Note a fault or what is like one; of warnings about the same site that follow one another, the last."""
+        told = {"t": t, "what": what, "kind": kind, "where": where, "times": 1}
+        last = self.faults[-1] if self.faults else None
+        if last is not None and kind == "warning" and (last["kind"], last["where"]) == (kind, where):
+            told["times"] = last["times"] + 1
+            self.faults.pop()
+        self.faults.append(told)
 
 
 def _site_names(recipe: Mapping[str, Any]) -> list[str]:
     found = []
     for entry in recipe.get("sites") or ():
+        if isinstance(entry, str):  # a list of sites
+            found.append(entry)
+            continue
         count, name = entry.get("count"), str(entry.get("name", ""))
         found += [name] if count is None else [name.replace("{}", str(n)) for n in range(1, int(count) + 1)]
     return found

@@ -29,7 +29,9 @@ class DataRange:
 
 
 def depends_on_data(strategy: Strategy) -> bool:
-    """Whether how much a strategy sends depends on the values of the updates."""
+    """Whether how much a strategy sends depends on the values of the updates, or when: `auto` looks at their signs."""
+    if strategy.auto is not None:
+        return True
     if isinstance(parts.parse("trigger", strategy.trigger), Significance):
         return True
     return any(part in f"{strategy.selector} {strategy.down_selector}" for part in _SELECTORS)

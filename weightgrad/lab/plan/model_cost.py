@@ -1,34 +1,32 @@
 """What one training step of a model computes, moves and holds, found without its memory.
 
 The model is made of fake tensors (`FakeTensorMode`): they have shapes and types, but no values, so a model of 70
-billion parameters takes as much as one of a thousand. One real training step runs on them, forward, backward and
-optimizer, while `OperationCounter` counts what it computes and `LiveBytes` what is alive.
+billion parameters takes as much as one of a thousand. Real training steps run on them, forward, backward and
+optimizer: one while `LiveBytes` counts what is alive, and one while `OperationCounter` counts what is computed. Not
+both at once: the hooks by which the latter knows a layer keep activations that are computed again alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from weightgrad.core import optimizers
 from weightgrad.core.layout import Layout
 from weightgrad.errors import PlanError
+from weightgrad.lab.plan import trained_module
 from weightgrad.lab.plan.devices import Device
 from weightgrad.lab.plan.live_bytes import LiveBytes, optimizer_tensors, tensor_bytes
 from weightgrad.lab.plan.operations import PHASES, OperationCounter, Work
+from weightgrad.lab.plan.trained_module import Built
 
 _MOVED = 0.8  # the share of the bandwidth of memory that operations reach
-
-Built = nn.Module | tuple[nn.Module, Any]
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,14 @@ class ModelCost:
                 found.append((layer.name, layer.name, layer))
         return [(first if first == last else f"each of {first} to {last}", layer) for first, last, layer in found]
 
-    def seconds(self, device: Device) -> dict[str, float]:
-        """How long each phase takes on a device."""
-        return {phase: sum(layer.seconds(device, phase, fp32=self.fp32) for layer in self.layers) for phase in PHASES}
+    def seconds(self, device: Device, shards: int = 1) -> dict[str, float]:
+        """How long each phase takes on a device that optimizes one of so many shards."""
+        return {phase: sum(self.layer_seconds(device, shards, one)[phase] for one in self.layers) for phase in PHASES}
+
+    def layer_seconds(self, device: Device, shards: int, layer: Layer) -> dict[str, float]:
+        """The same of one layer."""
+        found = {phase: layer.seconds(device, phase, fp32=self.fp32) for phase in PHASES}
+        return {**found, "optimizer": found["optimizer"] / shards}
 
 
 def seconds_of(work: Work, device: Device, *, fp32: bool) -> float:
@@ -108,7 +111,7 @@ def cost_of(
     checkpointing: bool = False,
     real: bool = False,
 ) -> ModelCost:
-    """Run one training step and count.
+    """Run training steps and count.
 
     Args:
         build: makes the model, or a pair of model and batch.
@@ -127,28 +130,12 @@ def cost_of(
     """
     mode: AbstractContextManager[Any] = nullcontext() if real else FakeTensorMode()
     with mode:
-        try:
-            built = build()
-            module, given = built if isinstance(built, tuple) else (built, None)
-            if not isinstance(module, nn.Module):
-                raise PlanError(f"build returned {type(module).__name__}; wanted a torch.nn.Module, or one and a batch")
-            if given is None and inputs is None:
-                raise PlanError("build returned no batch; return (model, batch), or give --input, e.g. 3x224x224")
-            _materialize(module, dtype)
-            arguments = given if given is not None else inputs() if inputs is not None else None
-            arguments = tree_map(lambda x: _converted(x, dtype), arguments)
-            if checkpointing:
-                _checkpoint_blocks(module)
-            return _step(module, arguments, optimizer, batch)
-        except PlanError:
-            raise
-        except Exception as error:
-            what = "real" if real else "fake (a value that is not there may have been asked for; try --measure)"
-            raise PlanError(f"one step with {what} tensors failed: {type(error).__name__}: {error}") from error
+        return trained_module.told(
+            lambda: _counted(*trained_module.made(build, inputs, dtype, checkpointing), optimizer, batch), real=real
+        )
 
 
-def _step(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], batch: int) -> ModelCost:
-    module.train()
+def _counted(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], batch: int) -> ModelCost:
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not trained:
         raise PlanError("the model has no parameter that is trained; wanted one or more with requires_grad")
@@ -159,16 +146,20 @@ def _step(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, 
         parameter.grad = torch.zeros_like(parameter)
     made.step()
     made.zero_grad()
-    live, counter = LiveBytes(), OperationCounter()
-    with counter, live:
+    with LiveBytes() as live:
         live.add([*fixed, *optimizer_tensors(made)])
         before = live.now
-        loss = _loss(module, arguments)
+        loss = trained_module.loss_of(module, arguments)
         activations = live.now - before
-        counter.phase = "backward"
         loss.backward()
         del loss
         gradients = tensor_bytes(p.grad for _, p in trained if p.grad is not None)
+        made.step()
+    made.zero_grad()
+    with OperationCounter() as counter:
+        loss = trained_module.loss_of(module, arguments)
+        counter.phase = "backward"
+        loss.backward()
         counter.phase = "optimizer"
         made.step()
     return ModelCost(
@@ -181,95 +172,11 @@ def _step(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, 
         activation_bytes=activations,
         peak_bytes=live.peak,
         largest_layer_bytes=max(
-            (tensor_bytes(block.parameters()) for block in _blocks(module)), default=tensor_bytes(fixed)
+            (tensor_bytes(block.parameters()) for block in trained_module.blocks_of(module)),
+            default=tensor_bytes(fixed),
         ),
         fp32=trained[0][1].dtype == torch.float32,
     )
-
-
-def _loss(module: nn.Module, arguments: Any) -> Tensor:
-    """A scalar to differentiate: the model's own loss if it returns one, otherwise something of the same cost."""
-    if isinstance(arguments, Mapping):
-        found = module(**arguments)
-    else:
-        found = module(*arguments) if isinstance(arguments, (tuple, list)) else module(arguments)
-    for name in ("loss", "logits"):
-        if (value := _get(found, name)) is not None:
-            found = value
-            break
-    if isinstance(found, (tuple, list)):
-        found = found[0]
-    if not isinstance(found, Tensor):
-        raise PlanError(f"the model returned {type(found).__name__}; wanted a tensor, or an object with a loss")
-    if found.dim() == 0:
-        return found
-    if found.dim() == 1:
-        return found.float().mean()
-    labels = torch.zeros((found.shape[0], *found.shape[2:]), dtype=torch.int64, device=found.device)
-    return functional.cross_entropy(found.float() if found.dtype != torch.float32 else found, labels)
-
-
-def _get(found: Any, name: str) -> Any:
-    return found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
-
-
-def _converted(value: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _like(value, dtype) if _differs(value, dtype) else value
-
-
-def _materialize(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give the model's tensors the type that was asked for, and those of the meta device a place.
-
-    `Module.to` cannot change fake tensors of the meta device in place. Tensors that several modules share stay shared.
-    """
-    made: dict[int, Tensor] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None or nn.parameter.is_lazy(tensor):
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _placed(tensor, dtype)
-                held[name] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _placed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if not _differs(tensor, dtype):
-        return tensor
-    found = _like(tensor, dtype)
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
-
-
-def _differs(tensor: Tensor, dtype: torch.dtype | None) -> bool:
-    wanted = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
-    return wanted or tensor.device.type == "meta"
-
-
-def _like(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if tensor.device.type == "meta":  # it has no values to keep
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
-    return tensor.detach().to(wanted)
-
-
-def _blocks(module: nn.Module) -> Sequence[nn.Module]:
-    """The parts of a model that follow one another: the children of its largest list of modules."""
-    lists = [part for part in module.modules() if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) > 1]
-    if not lists:
-        return list(module.children()) or [module]
-    return list(max(lists, key=lambda part: sum(p.numel() for p in part.parameters())).children())
-
-
-def _checkpoint_blocks(module: nn.Module) -> None:
-    for block in _blocks(module):
-        forward = block.forward
-
-        def again(*args: Any, _forward: Callable[..., Any] = forward, **kwargs: Any) -> Any:
-            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
-
-        block.forward = again
 
 
 def _layers(module: nn.Module, counter: OperationCounter) -> tuple[Layer, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from weightgrad.core.decision import Decision
@@ -17,6 +17,7 @@ from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.prediction import Prediction, crossover_bit_s, predict
 from weightgrad.lab.plan.prices import Prices
 from weightgrad.lab.plan.scenario import Scenario
+from weightgrad.lab.sim.plan import SiteSpec
 from weightgrad.lab.sim.task import Task
 from weightgrad.units import show_bytes, show_seconds
 
@@ -93,6 +94,40 @@ class Plan:
     decision: Decision
     measured: bool = False
 
+    def shards(self, site: SiteSpec) -> int:
+        """Shards of the model at a site."""
+        return site.workers if site.sharded else 1
+
+    @property
+    def machines(self) -> list[tuple[str, Device, int]]:
+        """The kinds of workers: a site that has such, its device, and the shards of the model there."""
+        known = [site for site in self.scenario.sites if site.name in self.devices]
+        found = {(id(self.devices[site.name]), self.shards(site)): site for site in reversed(known)}
+        return [(site.name, self.devices[site.name], self.shards(site)) for site in reversed(found.values())]
+
+    @property
+    def alike(self) -> list[tuple[str, SiteSpec]]:
+        """The sites; neighbours that differ in their names only are one, with the names of both ends."""
+        found: list[tuple[str, SiteSpec]] = []
+        for site in self.scenario.sites:
+            if found and self._kind(found[-1][1]) == self._kind(site):
+                first = found[-1][0].removeprefix("each of ").partition(" to ")[0]
+                found[-1] = (f"each of {first} to {site.name}", found[-1][1])
+            else:
+                found.append((site.name, site))
+        return found
+
+    @property
+    def memory(self) -> list[tuple[str, WorkerMemory]]:
+        """The memory of a worker of each kind of site, with the strategy to take."""
+        by_site = {own.site: own for own in self.strategies[self.chosen].memory}
+        return [(label, by_site[site.name]) for label, site in self.alike]
+
+    def _kind(self, site: SiteSpec) -> tuple[object, ...]:
+        link = replace(self.scenario.link_of(site.name), between=("", ""))
+        rates = self.scenario.rates(site.name)
+        return replace(site, name=""), link, rates, id(self.devices.get(site.name)), site.compute.stragglers
+
     @property
     def chosen(self) -> str:
         """The strategy to take: `auto`, if it is planned; otherwise the fastest."""
@@ -131,7 +166,11 @@ class Plan:
             },
             "step": {
                 "flops": {phase: self.cost.work(phase).flops for phase in PHASES},
-                "seconds": {name: self.cost.seconds(device) for name, device in self.devices.items()},
+                "seconds": {
+                    site.name: self.cost.seconds(self.devices[site.name], self.shards(site))
+                    for site in scenario.sites
+                    if site.name in self.devices
+                },
                 "layers": [
                     {
                         "name": layer.name,

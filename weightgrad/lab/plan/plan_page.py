@@ -91,12 +91,12 @@ def _links(plan: Plan) -> str:
         "hidden",
     )
     rows = []
-    for site in plan.scenario.sites:
+    for label, site in plan.alike:
         for name, own in plan.strategies.items():
             link = next(one for one in own.prediction.links if one.site == site.name)
             sizes = map(show_bytes, (link.up_round, link.down_round, link.up_day, link.down_day))
             times = map(show_seconds, (link.transfer_seconds, link.waiting_seconds))
-            rows.append(((site.name, name, *sizes, *times, f"{100 * link.hidden:.0f} %"), name == plan.chosen))
+            rows.append(((label, name, *sizes, *times, f"{100 * link.hidden:.0f} %"), name == plan.chosen))
     return _card(heads, rows)
 
 
@@ -113,26 +113,30 @@ def _memory(plan: Plan) -> str:
         "host peak",
     )
     rows = []
-    for own in plan.strategies[plan.chosen].memory:
+    for label, own in plan.memory:
         values = (own.parameters, own.gradients, own.optimizer, own.activations, own.device_peak)
         fits = "" if own.fits is None else "yes" if own.fits else "NO"
         host = map(show_bytes, (own.host_kept, own.host_peak))
-        rows.append(((own.site, *map(show_bytes, values), fits, *host), False))
+        rows.append(((label, *map(show_bytes, values), fits, *host), False))
     return _card(heads, rows)
 
 
 def _step(plan: Plan) -> str:
-    kinds = {id(device): (name, device) for name, device in plan.devices.items()}
     heads = ["layer", "parameters", *(f"{phase} GFLOP" for phase in PHASES[:2])]
-    heads += [f"{name} {phase}" for name, _ in kinds.values() for phase in PHASES[:2]]
+    heads += [f"{name} {phase}" for name, _, _ in plan.machines for phase in PHASES]
     rows = []
     for label, layer in plan.cost.alike():
         cells = [label, f"{layer.parameters:,}"]
         cells += [f"{layer.work[p].flops / 1e9:,.4g}" if p in layer.work else "" for p in PHASES[:2]]
-        for _, device in kinds.values():
-            times = (layer.seconds(device, phase, fp32=plan.cost.fp32) for phase in PHASES[:2])
+        for _, device, shards in plan.machines:
+            times = plan.cost.layer_seconds(device, shards, layer).values()
             cells += [show_seconds(seconds) if seconds else "" for seconds in times]
         rows.append((cells, False))
+    total = ["all", f"{plan.scenario.layout.numel:,}"]
+    total += [f"{plan.cost.work(phase).flops / 1e9:,.4g}" for phase in PHASES[:2]]
+    for _, device, shards in plan.machines:
+        total += map(show_seconds, plan.cost.seconds(device, shards).values())
+    rows.append((total, True))
     return _card(heads, rows)
 
 

@@ -41,7 +41,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(links)
     console.print()
     flops = sum(cost.work(phase).flops for phase in PHASES)
-    console.print(f"A worker's step is {flops:.3g} operations of {cost.batch} samples.")
+    console.print(f"A worker's step is {flops:.3g} operations for {cost.batch} sample{'' if cost.batch == 1 else 's'}.")
     console.print(f"Take [bold]{escape(plan.chosen)}[/]: {escape(plan.why)}", soft_wrap=True)
 
 
@@ -51,26 +51,25 @@ def _wide_enough(console: Console, *tables: Table) -> int:
 
 
 def _step_table(plan: Plan) -> Table:
-    cost, devices = plan.cost, dict(plan.devices)
+    cost, machines = plan.cost, plan.machines
     table = _table("layer", "parameters", *(f"{phase}\nGFLOP" for phase in PHASES[:2]))
-    kinds = {id(device): name for name, device in devices.items()}
-    for name in kinds.values():
+    for name, _, _ in machines:
         for phase in PHASES:
             table.add_column(f"{escape(name)}\n{phase}", justify="right", no_wrap=True)
     layers = cost.alike()
     largest = sorted(layers, key=lambda own: -sum(work.flops for work in own[1].work.values()))[:_LAYERS]
     shown = {name for name, _ in largest}
     for label, layer in layers:
-        if label in shown:
+        if label in shown and (layer.parameters or any(work.flops or work.nbytes for work in layer.work.values())):
             row = [label, f"{layer.parameters:,}"]
             row += [f"{layer.work[phase].flops / 1e9:,.4g}" if phase in layer.work else "" for phase in PHASES[:2]]
-            for name in kinds.values():
-                times = [layer.seconds(devices[name], phase, fp32=cost.fp32) for phase in PHASES]
+            for _, device, shards in machines:
+                times = cost.layer_seconds(device, shards, layer).values()
                 row += [show_seconds(seconds) if seconds else "" for seconds in times]
             table.add_row(*map(escape, row))
     row = ["all", f"{plan.scenario.layout.numel:,}", *(f"{cost.work(phase).flops / 1e9:.3g}" for phase in PHASES[:2])]
-    for name in kinds.values():
-        row += [show_seconds(seconds) for seconds in cost.seconds(devices[name]).values()]
+    for _, device, shards in machines:
+        row += [show_seconds(seconds) for seconds in cost.seconds(device, shards).values()]
     table.add_row(*map(escape, row), style="bold")
     return table
 
@@ -79,11 +78,11 @@ def _memory_table(plan: Plan) -> Table:
     table = _table("a worker of", "parameters", "gradients", "optimizer", "activations", "peak", "fits")
     for column in ("host: kept", "host: peak"):
         table.add_column(column, justify="right", no_wrap=True)
-    for own in plan.strategies[plan.chosen].memory:
+    for label, own in plan.memory:
         fits = "" if own.fits is None else "yes" if own.fits else "NO"
         values = (own.parameters, own.gradients, own.optimizer, own.activations, own.device_peak)
         host = (own.host_kept, own.host_peak)
-        table.add_row(escape(own.site), *map(show_bytes, values), fits, *map(show_bytes, host))
+        table.add_row(escape(label), *map(show_bytes, values), fits, *map(show_bytes, host))
     return table
 
 
@@ -93,10 +92,10 @@ def _memory_notes(plan: Plan) -> Iterator[str]:
         f"Host: what {plan.chosen} adds. The global server keeps {show_bytes(chosen.server_kept)}, at most "
         f"{show_bytes(chosen.server_peak)}."
     )
-    for own in chosen.memory:
+    for label, own in plan.memory:
         if own.fits is False:
             yield (
-                f"{own.site}: {show_bytes(own.device_peak)} do not fit into "
+                f"{label}: {show_bytes(own.device_peak)} do not fit into "
                 f"{show_bytes(plan.devices[own.site].memory_gb * 1e9)}; try --sharding fsdp2, --checkpointing, "
                 "--dtype bfloat16, a smaller --batch, or more devices"
             )
@@ -145,11 +144,11 @@ def _link_table(plan: Plan) -> Table:
     )
     for column in ("exchange", "waiting", "hidden"):
         table.add_column(column, justify="right", no_wrap=True)
-    for site in plan.scenario.sites:
+    for label, site in plan.alike:
         for name, own in plan.strategies.items():
             link = next(one for one in own.prediction.links if one.site == site.name)
             table.add_row(
-                escape(site.name),
+                escape(label),
                 escape(name),
                 *map(show_bytes, (link.up_round, link.down_round, link.up_day, link.down_day)),
                 show_seconds(link.transfer_seconds),

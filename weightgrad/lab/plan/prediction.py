@@ -30,6 +30,7 @@ from weightgrad.lab.sim.simulator import Simulator
 from weightgrad.lab.sim.task import Task
 
 _ROUNDS = 6  # of the second half of what is played through, at least
+_SIGNIFICANT_ROUNDS = 24  # the same where it depends on the updates how many steps lie between two rounds
 _LEAST_STEPS = 24
 _SETTLE_STEPS = 4  # after a warm start, and for each step that a result is late
 _MOST_STEPS = 640
@@ -174,7 +175,7 @@ def predict(
     strategy = scenario.fitted(strategy)
     steps = min(scenario.steps, steps_to_play(strategy))
     plan = scenario.plan(strategy, steps)
-    per_tensor = strategy.per == "tensor"
+    per_tensor = strategy.per == "tensor" or strategy.exempt != "default"  # names are kept
     small = scenario.layout if task is not None else shrunk(scenario.layout, per_tensor=per_tensor, elements=elements)
     stand_in = StandIn(scenario.layout, small, plan.strategy)
     if task is None:
@@ -216,17 +217,17 @@ def _one_thread() -> Iterator[None]:
 def steps_to_play(strategy: Strategy) -> int:
     """Steps that show what a strategy does: its warm start, and then some rounds of the second half."""
     trigger = parts.parse("trigger", strategy.trigger)
-    every = 1
+    every, rounds = 1, _ROUNDS
     if isinstance(trigger, (Every, Staggered)):
         every = trigger.steps
     elif isinstance(trigger, Significance):
-        every = trigger.at_most
+        every, rounds = trigger.at_most, _SIGNIFICANT_ROUNDS
     elif isinstance(trigger, Scheduled):
         every = trigger.steps * 4 if strategy.auto is not None else trigger.steps
     warm = max(_warm_up(strategy.wan_codec(way)) for way in ("up", "down"))
     # The result of the last push of a warm start comes after it, and a line that is used all the time fills its queues.
     settled = warm + _SETTLE_STEPS + _SETTLE_STEPS * max(strategy.overlap, strategy.hide)
-    wanted = max(_LEAST_STEPS, 2 * settled, 2 * _ROUNDS * every)
+    wanted = max(_LEAST_STEPS, 2 * settled, 2 * rounds * every)
     limit = max(_MOST_STEPS, 4 * every)
     return min(wanted, limit)
 

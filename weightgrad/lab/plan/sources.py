@@ -24,13 +24,15 @@ from weightgrad.lab import models
 from weightgrad.lab.data import augment, datasets, folder
 from weightgrad.lab.plan import scenario as scenarios
 from weightgrad.lab.plan.devices import Device
-from weightgrad.lab.plan.model_cost import Built, ModelCost, cost_of
-from weightgrad.lab.plan.scenario import Scenario
+from weightgrad.lab.plan.model_cost import ModelCost, cost_of
+from weightgrad.lab.plan.scenario import Scenario, SiteGiven
+from weightgrad.lab.plan.trained_module import Built, step_seconds
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.report.choices import parse_choices
 from weightgrad.lab.run.simulation import chosen_strategy, optimizer_options
 from weightgrad.lab.run.task import Training
 from weightgrad.lab.sim.compute import Compute
+from weightgrad.lab.sim.local_network import LocalNetwork
 from weightgrad.lab.sim.plan import SiteSpec
 from weightgrad.lab.sim.task import Task
 
@@ -52,6 +54,7 @@ class Source:
         devices: by the name of a site, where they are known.
         task: a real task to play through, or None for a stand-in.
         recipe: where it came from, or None.
+        tokens: of a sample that is a text; None: it is not known to be one.
     """
 
     scenario: Scenario
@@ -59,6 +62,24 @@ class Source:
     devices: Mapping[str, Device] = field(default_factory=dict)
     task: Task | None = None
     recipe: Recipe | None = None
+    tokens: int | None = None
+
+    def samples(self, samples: int | None, tokens: int | None) -> int | None:
+        """How many samples the time is asked for, given as samples or as tokens; None: those of the run.
+
+        Raises:
+            PlanError: both are given, or samples are not known to have tokens.
+        """
+        if tokens is None:
+            return samples
+        if samples is not None:
+            raise PlanError("wanted --samples or --tokens, and not both")
+        if self.tokens is None:
+            raise PlanError(
+                "--tokens: it is not known how many tokens a sample has; wanted --input LENGTH:int64, or a recipe with "
+                "a text, or --samples instead"
+            )
+        return math.ceil(tokens / self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +136,8 @@ def of_recipe(recipe: Recipe, *, measure: bool, checkpointing: bool = False) -> 
         measured = _timed(training)
         seconds = dict.fromkeys(unknown, measured)
     layout = training.layout if training is not None else cost.layout
-    return Source(scenarios.of_recipe(recipe, layout, seconds), cost, {}, training, recipe)
+    tokens = _data_shape(recipe)[2] if recipe.data.name == "sotu" else None
+    return Source(scenarios.of_recipe(recipe, layout, seconds), cost, {}, training, recipe, tokens)
 
 
 def _timed(task: Training) -> float:
@@ -182,16 +204,19 @@ def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: b
     if given.optimizer in ("sgd", "lars"):
         options[1]["momentum"] = 0.9
     build, inputs, dtype = import_build(given.model), _inputs(given.input, given.batch), _dtype(given.dtype)
-    cost = cost_of(build, options, inputs=inputs, batch=given.batch, dtype=dtype, checkpointing=given.checkpointing)
+    cost = cost_of(
+        build, options, inputs=inputs, batch=given.batch, dtype=dtype, checkpointing=given.checkpointing, real=measure
+    )
     by_name = {site.name: site.device for site in sites}
+    sharded = given.sharding == "fsdp2"
+    shards = {site.name: site.count if sharded else 1 for site in sites}
     if measure:
-        seconds = _measured(build, inputs, options, given, dtype)
+        seconds = step_seconds(build, options, inputs=inputs, dtype=dtype, checkpointing=given.checkpointing)
         times = dict.fromkeys(by_name, seconds)
     else:
-        times = {name: sum(cost.seconds(device).values()) for name, device in by_name.items()}
-    sharded = given.sharding == "fsdp2"
+        times = {name: sum(cost.seconds(device, shards[name]).values()) for name, device in by_name.items()}
     specs = tuple(
-        SiteSpec(site.name, site.count, site.lan, Compute(times[site.name]), sharded and site.count > 1)
+        SiteSpec(site.name, site.count, _lan(site, cost, shards), Compute(times[site.name]), shards[site.name] > 1)
         for site in sites
     )
     scenario = Scenario(
@@ -205,31 +230,18 @@ def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: b
         optimizer=options,
         rate=lambda step: 1e-3,
     )
-    return Source(scenario, cost, by_name)
+    example = inputs() if inputs is not None else None
+    text = example is not None and example.dim() == 2 and not example.is_floating_point()
+    return Source(scenario, cost, by_name, tokens=example.shape[1] if example is not None and text else None)
 
 
-def _measured(
-    build: Callable[[], Built],
-    inputs: Callable[[], Any] | None,
-    options: tuple[str, dict[str, Any]],
-    given: ModelArguments,
-    dtype: torch.dtype | None,
-) -> float:
-    """Seconds of a real step on this machine: the best of a few."""
-    best = math.inf
-    for _ in range(_TIMED):
-        began = time.perf_counter()
-        cost_of(
-            build,
-            options,
-            inputs=inputs,
-            batch=given.batch,
-            dtype=dtype,
-            checkpointing=given.checkpointing,
-            real=True,
-        )
-        best = min(best, time.perf_counter() - began)
-    return best
+def _lan(site: SiteGiven, cost: ModelCost, shards: Mapping[str, int]) -> LocalNetwork:
+    """The network inside a site, on which FSDP2 sends parameters and gradients in their own type, not as float32."""
+    lan = site.lan
+    if shards[site.name] == 1:
+        return lan
+    own = cost.gradient_bytes / max(1, 4 * cost.layout.numel)
+    return LocalNetwork(lan.bandwidth_bit_s / own, lan.delay_seconds)
 
 
 def import_build(text: str) -> Callable[[], Built]:

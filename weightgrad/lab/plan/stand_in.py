@@ -141,27 +141,41 @@ def _scale(shape: tuple[int, ...]) -> float:
 def shrunk(layout: Layout, *, per_tensor: bool, elements: int = ELEMENTS) -> Layout:
     """A layout of at most about `elements` elements with tensors of the same proportions.
 
-    Rows are left out, so that a codec that sees a tensor sees rows of the same length. What is encoded flat keeps only
-    the number of its elements, in at most `TENSORS` tensors: the simulator's own time grows with their number.
+    Rows are left out, so that a codec that sees a tensor sees rows of the same length. What is encoded flat is put
+    together with its neighbours, since the simulator's own time grows with the number of tensors; but matrices stay
+    apart from vectors, and the first and the last matrix from the others, because what is quantized inside a site
+    exempts them.
     """
     if layout.numel <= elements:
         return layout
     ratio = elements / layout.numel
     if not per_tensor:
-        return Layout.of_shapes(
-            (group[0].name, (max(1, round(sum(slot.numel for slot in group) * ratio)),)) for group in _groups(layout)
-        )
+        return Layout.of_shapes((group[0].name, _together(group, ratio)) for group in _groups(layout))
     return Layout.of_shapes((slot.name, _fewer(slot.shape, ratio)) for slot in layout.slots)
 
 
 def _groups(layout: Layout) -> list[list[Slot]]:
-    """Neighbouring tensors together, about as many elements in each group."""
+    """Neighbouring tensors together, about as many elements in each group; matrices and vectors apart."""
     if len(layout.slots) <= TENSORS:
         return [[slot] for slot in layout.slots]
-    found: dict[int, list[Slot]] = {}
+    matrices = [slot for slot in layout.slots if len(slot.shape) >= 2]
+    ends = {slot.start for slot in (*matrices[:1], *matrices[-1:])}
+    found: dict[tuple[object, ...], list[Slot]] = {}
     for slot in layout.slots:
-        found.setdefault((slot.start * TENSORS) // layout.numel, []).append(slot)
+        place = (slot.start * TENSORS) // layout.numel
+        key = (slot.start,) if slot.start in ends and slot.numel else (place, len(slot.shape) >= 2)
+        found.setdefault(key, []).append(slot)
     return list(found.values())
+
+
+def _together(group: Sequence[Slot], ratio: float) -> tuple[int, ...]:
+    """The shape of some tensors as one: fewer rows of about the same length, or fewer elements of a vector."""
+    total = sum(slot.numel for slot in group)
+    wanted = max(1, round(total * ratio))
+    if len(group[0].shape) < 2:
+        return (wanted,)
+    rows = max(1, round(sum(slot.shape[0] for slot in group) * ratio))
+    return rows, max(1, round(wanted / rows))
 
 
 def _fewer(shape: tuple[int, ...], ratio: float) -> tuple[int, ...]:
