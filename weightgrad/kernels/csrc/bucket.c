@@ -98,6 +98,7 @@ static void dequantize(const uint8_t *codes, const float *scales, uint64_t n, ui
 WG_API uint64_t wg_quantize(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
                             float *scales) {
 #if WG_HAS_AVX2_UNIT
+    if (wg_isa() == 2 && q->bucket % 32 == 0) return wg_quantize_avx512(x, residual, n, q, codes, scales);
     if (wg_isa() && q->bucket % 32 == 0) return wg_quantize_avx2(x, residual, n, q, codes, scales);
 #endif
     return quantize(x, residual, n, q, codes, scales);

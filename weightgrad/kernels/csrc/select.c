@@ -57,7 +57,8 @@ static int run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, cons
         float speed; /* the rest is looked at first: nothing of a bad run may be written */
         for (size_t c = whole; c < m; c++)
             if (wg_magnitude(next(p, first + c, c, s, old, &speed)) >= WG_INFINITY) return 0;
-        if (whole && !wg_select_run_avx2(p, first, whole, s, old)) return 0;
+        const int good = !whole || (wg_isa() == 2 ? wg_select_run_avx512(p, first, whole, s, old) : wg_select_run_avx2(p, first, whole, s, old));
+        if (!good) return 0;
         if (whole == m) return 1;
         wg_old rest;
         if (old) {
