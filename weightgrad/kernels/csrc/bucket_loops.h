@@ -3,8 +3,6 @@
 #ifndef WG_BUCKET_LOOPS_H
 #define WG_BUCKET_LOOPS_H
 
-#include "bucket_lanes.h"
-
 ALWAYS_INLINE uint64_t encode_all(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
                                   float *scales, const int bits, const int stochastic, const int clips) {
     for (uint64_t i = 0, b = 0; i < n; i += q->bucket, b++) {

@@ -133,5 +133,11 @@ WG_API void wg_signs(const float *x, uint64_t n, uint8_t *bits) {
         return;
     }
 #endif
+#if WG_HAS_NEON_UNIT
+    if (wg_isa()) {
+        wg_signs_neon(x, n, bits);
+        return;
+    }
+#endif
     wg_signs_run(x, n, bits);
 }
