@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from tests.accelerator import pretend
+from tests.accelerator import interpreter, pretend
 from tests.accelerator.pretend import ACCELERATOR, Counts, HostReadError, MixedDevicesError, Traffic
 from tests.accelerator.streams import DeviceModule, RaceError, current_stream, stream
 from tests.runtime import user_sites
@@ -276,6 +276,17 @@ def state_on_the_device(strategy: str) -> None:
         samples = 2 * 4 * NUMEL if strategy == "weightgrad" else 0  # of its trigger
         assert counts.to_host.nbytes <= 4 * NUMEL + edges + samples, counts
         assert counts.blocking == 0 or strategy in ("auto", "gaia", "weightgrad") or "sparse" in strategy, counts
+
+
+@case
+def triton_kernels(strategy: str, *expected: str) -> None:
+    """With the Triton kernels, a site whose state is on the device has the bits of one on the host."""
+    ACCELERATOR.readers = _Anything()
+    launches = interpreter.installed()
+    there = Trial(strategy, DEVICE, state_on="device")
+    assert set(expected) <= set(launches), f"{expected} wanted, {dict(launches)} launched"
+    same(there.model, there.global_model)
+    same(there.global_model, Trial(strategy, torch.device("cpu")).global_model)
 
 
 @case

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ STRATEGIES = (
     "streaming", "terngrad", "weightgrad", "weightgrad-paper",
 )  # fmt: skip
 NUMEL = 146
+TRITON = {  # strategies, and kernels that must have worked for the site
+    "sparseloco, every: 4": "_count _list _low _scatter",
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -52,6 +56,12 @@ def test_a_site_on_the_device_ends_with_the_bits_of_one_on_the_host(strategy: st
 )
 def test_a_site_with_its_state_on_the_device_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
     processes.run("state_on_the_device", strategy, out=tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("strategy", "kernels"), TRITON.items())
+def test_a_site_on_the_device_works_with_triton_kernels(strategy: str, kernels: str, tmp_path: Path) -> None:
+    processes.run("triton_kernels", strategy, *kernels.split(), out=tmp_path, interpreted=True)
 
 
 @pytest.mark.parametrize("strategy", ["sparseloco, every: 3, overlap: 2", "streaming"])

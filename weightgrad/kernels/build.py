@@ -32,6 +32,7 @@ AVX2_FLAGS = ("-mavx2", "-mf16c")
 AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _UNIT_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS}
 X86 = ("x86_64", "AMD64", "amd64")
+ARM = ("aarch64", "arm64", "ARM64")
 
 
 class BuildError(Exception):

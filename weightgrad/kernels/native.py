@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from weightgrad.errors import NativeError
 from weightgrad.kernels import build
 
 BACKENDS = ("native", "avx2", "portable", "reference")
-_ISAS = ("portable", "avx2", "avx512")  # by what wg_isa() says
+# By what wg_isa() says.
+_ISAS = ("portable", "neon") if platform.machine() in build.ARM else ("portable", "avx2", "avx512")
 INTERPRETED = "triton"  # the kernels for GPUs on tensors of the CPU, where Triton interprets them: for tests
 
 
@@ -34,7 +36,7 @@ class NativeStatus:
     """Which kernels are in use, and why."""
 
     backend: str  # "native" or "reference"; "triton" if it is forced
-    isa: str  # "avx512", "avx2", "portable" or "torch"
+    isa: str  # "avx512", "avx2", "neon", "portable" or "torch"
     origin: str  # "wheel", "cache" or "none"
     reason: str
 
@@ -278,7 +280,7 @@ def use(backend: str) -> Iterator[None]:
     """Force a backend for the whole process while the block runs, for tests and benchmarks.
 
     Args:
-        backend: One of BACKENDS: "native", "avx2" (native without AVX-512), "portable" (without AVX2, too) or
+        backend: One of BACKENDS: "native", "avx2" (native without AVX-512), "portable" (without any vector unit) or
             "reference" (torch). Or "triton": the kernels for GPUs, interpreted in Python, if TRITON_INTERPRET=1 was set
             when this process began.
 

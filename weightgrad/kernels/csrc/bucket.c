@@ -19,7 +19,7 @@ static inline float given_h(const float *x, const float *residual, size_t i, flo
     return residual ? x[i] + residual[i] : wg_clamp(x[i], limit);
 }
 
-static float bucket_norm(const float *x, const float *residual, size_t m, int kind, float limit) {
+float wg_bucket_norm(const float *x, const float *residual, size_t m, int kind, float limit) {
     if (kind == WG_NORM_MAX) {
         uint32_t top = 0;
         for (size_t i = 0; i < m; i++) {
@@ -67,7 +67,7 @@ static uint64_t quantize(const float *x, float *residual, uint64_t n, const wg_q
     for (uint64_t i = 0, b = 0; i < n; i += q->bucket, b++) {
         size_t m = n - i < q->bucket ? n - i : q->bucket;
         float *r = residual ? residual + i : NULL;
-        float norm = q->norm == WG_NORM_GIVEN ? scales[b] * (float)q->levels : bucket_norm(x + i, r, m, q->norm, q->limit);
+        float norm = q->norm == WG_NORM_GIVEN ? scales[b] * (float)q->levels : wg_bucket_norm(x + i, r, m, q->norm, q->limit);
         if (wg_magnitude(norm) >= WG_INFINITY) return i;
         wg_ruler ruler = wg_make_ruler(norm, q->levels);
         if (q->norm == WG_NORM_GIVEN) ruler.scale = scales[b];
@@ -98,7 +98,11 @@ static void dequantize(const uint8_t *codes, const float *scales, uint64_t n, ui
 WG_API uint64_t wg_quantize(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
                             float *scales) {
 #if WG_HAS_AVX2_UNIT
+    if (wg_isa() == 2 && q->bucket % 32 == 0) return wg_quantize_avx512(x, residual, n, q, codes, scales);
     if (wg_isa() && q->bucket % 32 == 0) return wg_quantize_avx2(x, residual, n, q, codes, scales);
+#endif
+#if WG_HAS_NEON_UNIT
+    if (wg_isa() && q->bucket % 32 == 0) return wg_quantize_neon(x, residual, n, q, codes, scales);
 #endif
     return quantize(x, residual, n, q, codes, scales);
 }
@@ -108,6 +112,12 @@ WG_API void wg_dequantize(const uint8_t *codes, const float *scales, uint64_t n,
 #if WG_HAS_AVX2_UNIT
     if (wg_isa() && bucket % 32 == 0) {
         wg_dequantize_avx2(codes, scales, n, bucket, bits, levels, mode, out);
+        return;
+    }
+#endif
+#if WG_HAS_NEON_UNIT
+    if (wg_isa() && bucket % 32 == 0) {
+        wg_dequantize_neon(codes, scales, n, bucket, bits, levels, mode, out);
         return;
     }
 #endif

@@ -2,18 +2,7 @@
 #include "units.h"
 
 #if WG_HAS_AVX2_UNIT
-#include "lanes.h"
-
-ALWAYS_INLINE F8 load_sum(const float *x, const float *residual) {
-    F8 h = _mm256_loadu_ps(x);
-    return residual ? _mm256_add_ps(h, _mm256_loadu_ps(residual)) : h;
-}
-
-/* Cut to +-limit. A NaN stays one: the second operand is what these instructions return then. */
-ALWAYS_INLINE F8 cut8(F8 h, F8 limit, const int clips) {
-    if (!clips) return h;
-    return _mm256_max_ps(_mm256_sub_ps(_mm256_setzero_ps(), limit), _mm256_min_ps(limit, h));
-}
+#include "bucket_lanes.h"
 
 ALWAYS_INLINE uint32_t max_norm(const float *x, const float *residual, size_t m) {
     I8 top[4];
@@ -100,47 +89,10 @@ ALWAYS_INLINE void encode_run(const float *x, float *residual, size_t m, const w
     if (i < m) wg_quantize_run(x + i, residual ? residual + i : NULL, m - i, q, ruler, index + i, codes + i / 8 * (size_t)bits);
 }
 
-ALWAYS_INLINE uint64_t encode_all(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
-                                  float *scales, const int bits, const int stochastic, const int clips) {
-    for (uint64_t i = 0, b = 0; i < n; i += q->bucket, b++) {
-        const size_t m = n - i < q->bucket ? n - i : q->bucket;
-        float *r = residual ? residual + i : NULL;
-        const int given = q->norm == WG_NORM_GIVEN;
-        float norm = given                    ? scales[b] * (float)q->levels
-                     : q->norm == WG_NORM_MAX ? wg_float(max_norm(x + i, r, m))
-                                              : l2_norm(x + i, r, m, q->limit, clips);
-        if (clips && q->norm == WG_NORM_MAX && norm > q->limit && wg_magnitude(norm) < WG_INFINITY) norm = q->limit;
-        if (wg_magnitude(norm) >= WG_INFINITY) return i;
-        wg_ruler ruler = wg_make_ruler(norm, q->levels);
-        if (given) ruler.scale = scales[b];
-        scales[b] = ruler.scale;
-        uint8_t *to = codes + i / 8 * (uint64_t)bits;
-        if (ruler.before != 1.0f) wg_quantize_run(x + i, r, m, q, ruler, q->first + i, to);
-        else if (given) encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 1, clips);
-        else encode_run(x + i, r, m, q, ruler, q->first + i, to, bits, stochastic, 0, clips);
-    }
-    return n;
-}
-
-ALWAYS_INLINE uint64_t encode_noise(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
-                                    float *scales, const int bits) {
-    if (residual)
-        return q->stochastic ? encode_all(x, residual, n, q, codes, scales, bits, 1, 0)
-                             : encode_all(x, residual, n, q, codes, scales, bits, 0, 0);
-    if (q->limit < INFINITY)
-        return q->stochastic ? encode_all(x, NULL, n, q, codes, scales, bits, 1, 1)
-                             : encode_all(x, NULL, n, q, codes, scales, bits, 0, 1);
-    return q->stochastic ? encode_all(x, NULL, n, q, codes, scales, bits, 1, 0)
-                         : encode_all(x, NULL, n, q, codes, scales, bits, 0, 0);
-}
+#include "bucket_loops.h"
 
 uint64_t wg_quantize_avx2(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes, float *scales) {
-    switch (q->bits) {
-    case 2: return encode_noise(x, residual, n, q, codes, scales, 2);
-    case 3: return encode_noise(x, residual, n, q, codes, scales, 3);
-    case 4: return encode_noise(x, residual, n, q, codes, scales, 4);
-    default: return encode_noise(x, residual, n, q, codes, scales, 8);
-    }
+    return quantize_in(x, residual, n, q, codes, scales);
 }
 
 ALWAYS_INLINE void decode_all(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, const int bits,

@@ -102,6 +102,7 @@ WG_API int wg_onebit(const float *x, float *residual, float *old_means, uint64_t
                      float *means, float *scratch) {
     wg_grid g = {rows, cols, tile};
 #if WG_HAS_AVX2_UNIT
+    if (wg_isa() == 2 && cols > 1 && cols % 8 == 0) return wg_onebit_avx512(x, residual, old_means, g, bits, means, scratch);
     if (wg_isa() && (cols == 1 ? tile % 32 == 0 : cols % 8 == 0))
         return wg_onebit_avx2(x, residual, old_means, g, bits, means, scratch);
 #endif
@@ -129,6 +130,12 @@ WG_API void wg_signs(const float *x, uint64_t n, uint8_t *bits) {
 #if WG_HAS_AVX2_UNIT
     if (wg_isa()) {
         wg_signs_avx2(x, n, bits);
+        return;
+    }
+#endif
+#if WG_HAS_NEON_UNIT
+    if (wg_isa()) {
+        wg_signs_neon(x, n, bits);
         return;
     }
 #endif

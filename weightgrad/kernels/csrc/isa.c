@@ -11,7 +11,7 @@ static int best(void) {
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     return wide ? 2 : 1;
 #else
-    return 0;
+    return WG_HAS_NEON_UNIT; /* every aarch64 has it */
 #endif
 }
 

@@ -36,6 +36,7 @@ static uint32_t moments(const float *x, const float *residual, uint64_t n, doubl
 /* Without `absolute` the third sum of each block may be anything. */
 WG_API uint32_t wg_moments(const float *x, const float *residual, uint64_t n, int absolute, double *partials) {
 #if WG_HAS_AVX2_UNIT
+    if (wg_isa() == 2) return wg_moments_avx512(x, residual, n, absolute, partials);
     if (wg_isa()) return wg_moments_avx2(x, residual, n, absolute, partials);
 #endif
     (void)absolute;

@@ -50,25 +50,36 @@ int wg_select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, c
     return 1;
 }
 
-static int run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old) {
+typedef int run_kernel(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
+
+/* What advances a run of a multiple of eight elements, or NULL. */
+static run_kernel *vectors(void) {
+    const int isa = wg_isa();
 #if WG_HAS_AVX2_UNIT
-    if (wg_isa()) {
-        const size_t whole = m / 8 * 8;
-        float speed; /* the rest is looked at first: nothing of a bad run may be written */
-        for (size_t c = whole; c < m; c++)
-            if (wg_magnitude(next(p, first + c, c, s, old, &speed)) >= WG_INFINITY) return 0;
-        if (whole && !wg_select_run_avx2(p, first, whole, s, old)) return 0;
-        if (whole == m) return 1;
-        wg_old rest;
-        if (old) {
-            rest = *old;
-            rest.positive += whole * old->step;
-            rest.negative += whole * old->step;
-        }
-        return wg_select_run(p, first + whole, m - whole, s, old ? &rest : NULL);
-    }
+    if (isa) return isa == 2 ? wg_select_run_avx512 : wg_select_run_avx2;
+#elif WG_HAS_NEON_UNIT
+    if (isa) return wg_select_run_neon;
 #endif
-    return wg_select_run(p, first, m, s, old);
+    (void)isa;
+    return NULL;
+}
+
+static int run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old) {
+    run_kernel *kernel = vectors();
+    if (!kernel) return wg_select_run(p, first, m, s, old);
+    const size_t whole = m / 8 * 8;
+    float speed; /* the rest is looked at first: nothing of a bad run may be written */
+    for (size_t c = whole; c < m; c++)
+        if (wg_magnitude(next(p, first + c, c, s, old, &speed)) >= WG_INFINITY) return 0;
+    if (whole && !kernel(p, first, whole, s, old)) return 0;
+    if (whole == m) return 1;
+    wg_old rest;
+    if (old) {
+        rest = *old;
+        rest.positive += whole * old->step;
+        rest.negative += whole * old->step;
+    }
+    return wg_select_run(p, first + whole, m - whole, s, old ? &rest : NULL);
 }
 
 WG_API uint64_t wg_scan(const float *x, float *residual, float *velocity, uint64_t n, const wg_selection *s, int64_t *indices,

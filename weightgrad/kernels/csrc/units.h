@@ -30,16 +30,22 @@ static inline void wg_climb(float *from, float *to, size_t n) {
 }
 
 /* bucket */
+float wg_bucket_norm(const float *x, const float *residual, size_t m, int kind, float limit);
 void wg_quantize_run(const float *x, float *residual, size_t m, const wg_quantizer *q, wg_ruler ruler, uint64_t index,
                      uint8_t *codes);
 void wg_dequantize_run(const uint8_t *codes, size_t m, int bits, int levels, float scale, int mode, float *out);
 uint64_t wg_quantize_avx2(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes, float *scales);
+uint64_t wg_quantize_avx512(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes, float *scales);
+uint64_t wg_quantize_neon(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes, float *scales);
+void wg_dequantize_neon(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, int bits, int levels, int mode,
+                        float *out);
 void wg_dequantize_avx2(const uint8_t *codes, const float *scales, uint64_t n, uint64_t bucket, int bits, int levels, int mode,
                         float *out);
 
 /* moments: the run is one block or less */
 uint32_t wg_moments_run(const float *x, const float *residual, size_t m, double *partials);
 uint32_t wg_moments_avx2(const float *x, const float *residual, uint64_t n, int absolute, double *partials);
+uint32_t wg_moments_avx512(const float *x, const float *residual, uint64_t n, int absolute, double *partials);
 
 uint32_t wg_largest_avx2(const float *x, uint64_t n);
 
@@ -145,9 +151,11 @@ void wg_onebit_decode_run(const uint8_t *bits, const float *means, uint64_t rows
                           float *out);
 void wg_signs_run(const float *x, uint64_t n, uint8_t *bits);
 int wg_onebit_avx2(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
+int wg_onebit_avx512(const float *x, float *residual, float *old_means, wg_grid g, uint8_t *bits, float *means, float *scratch);
 void wg_onebit_decode_avx2(const uint8_t *bits, const float *means, uint64_t rows, uint64_t cols, uint64_t tile, int mode,
                            float *out);
 void wg_signs_avx2(const float *x, uint64_t n, uint8_t *bits);
+void wg_signs_neon(const float *x, uint64_t n, uint8_t *bits);
 
 /* select */
 typedef struct {
@@ -167,5 +175,7 @@ typedef struct {
 /* m elements from index `first` on; 0 when one is not finite: then nothing was written. */
 int wg_select_run(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
 int wg_select_run_avx2(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
+int wg_select_run_avx512(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
+int wg_select_run_neon(wg_pass *p, uint64_t first, size_t m, const wg_selection *s, const wg_old *old);
 
 #endif

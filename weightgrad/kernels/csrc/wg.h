@@ -2,7 +2,7 @@
  *
  * Every kernel exists in portable C; the ones that are worth it exist a second
  * time in AVX2 (`*_avx2.c`), and where that is faster a third time in AVX-512 (`*_avx512.c`),
- * chosen at run time. All, and the torch reference implementations in
+ * chosen at run time; for ARM the hottest exist in NEON (`*_neon.c`). All, and the torch reference implementations in
  * the kernels folder, give the same bytes and the same floats. That is why:
  *   - noise is a hash of (key, element index), never a generator with state;
  *   - a decoded value is one exact integer times one float multiply;
@@ -23,13 +23,20 @@
 #define WG_API __attribute__((visibility("default")))
 #endif
 
-#if defined(__x86_64__) || defined(_M_X64)
+/* With WG_PORTABLE_ONLY no vector unit is used: for tests that link none. */
+#if (defined(__x86_64__) || defined(_M_X64)) && !defined(WG_PORTABLE_ONLY)
 #define WG_HAS_AVX2_UNIT 1
 #else
 #define WG_HAS_AVX2_UNIT 0
 #endif
 
-/* 0 portable, 1 AVX2, 2 AVX2 and AVX-512. */
+#if defined(__aarch64__)
+#define WG_HAS_NEON_UNIT 1
+#else
+#define WG_HAS_NEON_UNIT 0
+#endif
+
+/* 0 portable; on x86 1 AVX2, 2 AVX2 and AVX-512; on ARM 1 NEON. */
 WG_API int wg_isa(void);
 /* Force an instruction set (tests, benchmarks); returns the one now in force. */
 WG_API int wg_force_isa(int isa);

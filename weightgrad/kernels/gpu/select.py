@@ -101,7 +101,7 @@ def scan(
     )  # fmt: skip
     ends = torch.cumsum(counts, 0)
     bad = tops >= fixed.INFINITY_BITS
-    total, broken, place = torch.stack((ends[-1], bad.any().long(), bad.int().argmax())).tolist()
+    total, broken, place = torch.stack((ends[-1], bad.any().long(), bad.int().argmax())).cpu().tolist()
     done = n
     if broken:
         blocks, done = place, place * BLOCK
