@@ -63,9 +63,9 @@ class WatchedGuard:
         return verdict
 
 
-def watch(recipe: Recipe) -> WatchedGuard:
-    """Run a recipe."""
-    task, watched = Training(recipe), WatchedGuard()
+def watch(recipe: Recipe, share: float = 0.75) -> WatchedGuard:
+    """Run a recipe; `share` is the guard's."""
+    task, watched = Training(recipe), WatchedGuard(Guard(share=share))
     with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder) / "events.jsonl") as events:
         simulator = Simulator(simulation_plan(recipe, task), task, events)
         simulator.server.coordinator.checks.guard = watched.guard
@@ -78,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How near honest sites come to the limits of the guard.")
     parser.add_argument("--recipe", default="recipes/laptop.yaml", help="a recipe file or name")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change it; may be repeated")
+    parser.add_argument("--most-share", type=float, default=0.75, help="as of `weightgrad serve`")
     parser.add_argument("--strategies", help="some of them, separated by commas")
     parser.add_argument("--quick", action="store_true", help="20 steps of three strategies: whether it works at all")
     given = parser.parse_args()
@@ -100,7 +101,7 @@ def main() -> None:
     )
     bad = False
     for name in names:
-        found = watch(recipe_argument.load(given.recipe, [*given.set, f"strategy={name}"]))
+        found = watch(recipe_argument.load(given.recipe, [*given.set, f"strategy={name}"]), given.most_share)
         bad = bad or bool(found.limited or found.refused)
         table.rows.append(
             {

@@ -131,15 +131,15 @@ def times(push: Push, factor: float, draw: torch.Generator | None = None) -> Pus
     return replace(push, segments=tuple(found))
 
 
-def train(strategy: str, aggregator: str | None, seed: int, steps: int, attack: Attack) -> Result:
-    """A run in which the hostile site sends what the attack makes of its updates."""
+def train(strategy: str, aggregator: str | None, seed: int, steps: int, attack: Attack, share: float = 0.75) -> Result:
+    """A run in which the hostile site sends what the attack makes of its updates; `share` is the guard's."""
     part = "" if aggregator is None else f', aggregator: "{aggregator}"'
     chosen = f"{{name: {strategy}{part}}}"
     recipe = Recipe.parse(RECIPE.format(seed=seed, steps=steps, strategy=chosen), "poison.yaml")
     task = Training(recipe)
     with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder) / "events.jsonl") as events:
         simulator = Simulator(simulation_plan(recipe, task), task, events)
-        simulator.server.coordinator.checks.guard = Guard()
+        simulator.server.coordinator.checks.guard = Guard(share=share)
         receive = simulator.server.receive
 
         def receive_changed(message: Message, now: float) -> Outbox:
@@ -158,7 +158,7 @@ def train(strategy: str, aggregator: str | None, seed: int, steps: int, attack: 
 
 def measured(strategy: str, aggregator: str | None, given: argparse.Namespace, attack: Attack) -> tuple[float, bool]:
     """The mean accuracy over the seeds, in percent, and whether all ended finite."""
-    found = [train(strategy, aggregator, seed, given.steps, attack) for seed in range(given.seeds)]
+    found = [train(strategy, aggregator, seed, given.steps, attack, given.most_share) for seed in range(given.seeds)]
     return 100 * statistics.mean(one.accuracy for one in found), all(one.finite for one in found)
 
 
@@ -197,7 +197,7 @@ def attacks(given: argparse.Namespace) -> ResultTable:
         + measured_on(),
         [("attack", "attack", "{}"), *((name, name, "{:.1f}") for name in names), ("finite", "finite", "{}")],
     )
-    for what, attack in {"none": HONEST, **ATTACKS}.items():
+    for what, attack in [one for one in {"none": HONEST, **ATTACKS}.items() if (given.attack or "") in one[0]]:
         found = {name: measured(name, None, given, attack) for name in names}
         row: Row = {"attack": what, "finite": _said(all(finite for _, finite in found.values()))}
         row |= {name: None if math.isnan(accuracy) else accuracy for name, (accuracy, _) in found.items()}
@@ -216,8 +216,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--factor", type=float, default=-5.0)
+    parser.add_argument("--most-share", type=float, default=0.75, help="as of `weightgrad serve`")
     parser.add_argument("--only", help="strategies with this in their names")
     parser.add_argument("--attacks", action="store_true", help="more attacks, the strategies' own aggregators")
+    parser.add_argument("--attack", help="attacks with this in their names")
     parser.add_argument("--quick", action="store_true", help="40 steps and one seed: whether it works at all")
     given = parser.parse_args()
     if given.quick:

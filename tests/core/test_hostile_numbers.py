@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from weightgrad import codecs
+from weightgrad.codecs import Payload
 from weightgrad.core.agreed_numbers import MOST_WEIGHT
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.guard import CREDIT, Guard
@@ -18,12 +22,17 @@ from weightgrad.core.shared_buffers import combined
 from weightgrad.core.strategies import available, find
 from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.kernels import fixed
-from weightgrad.wire.messages import Join, Push
+from weightgrad.wire.messages import Join, Push, Segment
 
 from .harness import LAYOUT, Harness, noise
 from .test_guard import START, UNIT, push
 
 LARGEST = 2**32 - 1
+CODECS = [
+    *("fp32", "fp16", "bf16", "qsgd(bits=4, bucket=32)", "elias(bits=4, bucket=32)", "terngrad()", "lossaware(bits=5)"),
+    *("onebit(feedback=False)", "adaptive(pi=4, feedback=False)", "topk(0.3)", "topk(0.3) > sign()", "sign()"),
+    *("topk(0.3) > qsgd(bits=4, bucket=32)", "powersgd(2)", "codebook(bits=3)"),
+]
 
 
 def server(name: str = "diloco", sites: str = "abc", **changes: Any) -> ServerState:
@@ -97,6 +106,17 @@ def test_samples_of_the_first_push_are_no_unit_for_the_others() -> None:
     torch.testing.assert_close(one.global_model.vector, START + 2 * UNIT / 3, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("update", [torch.zeros(LAYOUT.numel), 1e-3 * UNIT, None], ids=["zeros", "little", "empty"])
+def test_a_site_that_adds_nothing_cannot_thin_out_what_the_others_add(update: torch.Tensor | None) -> None:
+    """It claims many samples, by which the mean is divided."""
+    one = server()
+    for number in range(1, 6):
+        for site, samples in (("a", 4), ("b", 4), ("c", LARGEST)):
+            one.receive(push(number, update if site == "c" else UNIT, site=site, samples=samples), 0.0)
+    along = float(torch.dot(one.global_model.vector - START, UNIT))
+    assert along >= 5 * 2 / (2 + 3) - 1e-4, "2 of 5 at least, and not 2 of 12"
+
+
 # -- learning rates -------------------------------------------------------------------------
 
 
@@ -133,6 +153,39 @@ def test_a_push_that_is_a_round_of_its_own_cannot_have_a_rate_far_from_the_other
         assert rates(one, 1, **{site: 0.1}) == 0.1
     assert rates(one, 1, c=1e5) == 0.1
     assert rates(one, 2, a=0.15) == 0.15, "its own, if it is not"
+
+
+# -- values -----------------------------------------------------------------------------------
+
+
+def changed(payload: Payload, at: int, value: float) -> Payload | None:
+    """A payload with another number at this place of its parameters and its body; None behind its end."""
+    data, number = bytearray(payload.params + payload.body.numpy().tobytes()), struct.pack("<f", value)
+    if at + len(number) > len(data):
+        return None
+    data[at : at + len(number)] = number
+    cut = len(payload.params)
+    body = torch.frombuffer(data, dtype=torch.uint8)[cut:].clone()
+    return replace(payload, params=bytes(data[:cut]), body=body)
+
+
+@pytest.mark.parametrize("spec", CODECS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e-45, 3e38], ids=str)
+def test_no_number_within_a_payload_spoils_the_model_or_stops_the_round(spec: str, value: float) -> None:
+    """Scales, codebooks and counts: what cannot be decoded or is not finite is refused, and the others go on."""
+    codec = codecs.parse(spec)
+    payload, _ = codec.encode(0.1 * noise(3), codec.init(noise(3)), 5)
+    for at in range(0, 36, 3):
+        lie = changed(payload, at, value)
+        if lie is None:
+            break
+        one = server()
+        for site in "ab":
+            one.receive(push(1, 0.1 * noise(1), site=site), 0.0)
+        out = one.receive(replace(push(1, site="c"), segments=(Segment(0, lie),)), 0.0)
+        assert [closed.result.version for closed in out.closed] == [1]
+        assert bool(one.global_model.vector.isfinite().all())
+        assert float((one.global_model.vector - START).norm()) < 5.0
 
 
 # -- growth, and the bound in the documentation ------------------------------------------------

@@ -14,8 +14,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from weightgrad.errors import CheckpointError
+from weightgrad.runtime.rank_connection import RankConnection
+from weightgrad.wire.messages import Bulk, PushPart
 
-from .deployment import Hub, Runner, finish, tiny
+from .deployment import Hub, Runner, finish, read_checkpoint, tiny
 
 # -- a full disk --------------------------------------------------------------------------------
 
@@ -81,6 +83,40 @@ def test_a_site_whose_disk_is_full_ends_and_goes_on_later(tmp_path: Path, monkey
         assert west.site.steps == 6
         assert [path.name for path in (tmp_path / "west").glob("checkpoint-*")] == ["checkpoint-000000000003"]
         west = Runner(recipe, "west", hub.address, state=tmp_path / "west", checkpoint_every=3)
+        finish(east, west)
+        assert hub.global_model.digest() == wanted
+
+
+# -- what was not sent yet ----------------------------------------------------------------------
+
+
+def test_a_push_that_a_killed_site_had_not_sent_is_sent_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it waits for the result of a push that the server waits for. Found by benchmarks/soak.py."""
+    recipe = tiny("{name: weightgrad, t_global: null}", workers=1, steps=24)
+    with Hub(recipe) as whole:
+        finish(*[Runner(recipe, name, whole.address) for name in ("east", "west")])
+        wanted = whole.global_model.digest()
+    send, lost = RankConnection.send_bulk, list[int]()
+
+    def send_nothing_of_it(connection: RankConnection, number: int, message: Bulk) -> None:
+        if connection.site == "west" and isinstance(message, PushPart) and message.segments:
+            lost.append(message.round)
+        else:
+            send(connection, number, message)
+
+    with Hub(recipe, state=tmp_path / "server") as hub:
+        east = Runner(recipe, "east", hub.address)
+        with monkeypatch.context() as patch:
+            patch.setattr(RankConnection, "send_bulk", send_nothing_of_it)
+            west = Runner(recipe, "west", hub.address, to=1, state=tmp_path / "west", checkpoint_every=1)
+            hub.until(lambda: lost or west.extend(1))
+            hub.until(lambda: (tmp_path / "west" / f"checkpoint-{west.limit:012d}").exists())
+            west.vanish()
+        _, saved = read_checkpoint(tmp_path / "west")
+        assert f"shard.0.in_flight.{lost[0]}" in saved
+        west = Runner(recipe, "west", hub.address, state=tmp_path / "west", checkpoint_every=1)
         finish(east, west)
         assert hub.global_model.digest() == wanted
 

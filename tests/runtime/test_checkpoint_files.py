@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,4 +65,19 @@ def test_rank_0_answers_for_the_facts_and_the_metadata(tmp_path: Path) -> None:
     (checkpoint / ".metadata").write_bytes(b"n")
     assert damaged_file(checkpoint, 0) == ".metadata"
     with pytest.raises(OSError, match="digests-1"):
+        damaged_file(checkpoint, 1)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_is_no_plain_file_is_not_waited_for_and_not_followed(tmp_path: Path, kind: str) -> None:
+    checkpoint = made(tmp_path, 50)
+    written, elsewhere = checkpoint / "__1_0.distcp", tmp_path / "elsewhere"
+    written.write_bytes(b"w")
+    write_digests(checkpoint, 1)
+    written.rename(elsewhere)
+    if kind == "fifo":
+        os.mkfifo(written)
+    else:
+        written.symlink_to(elsewhere)
+    with pytest.raises(OSError, match=r"plain file|symbolic links"):
         damaged_file(checkpoint, 1)

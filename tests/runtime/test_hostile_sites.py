@@ -135,6 +135,23 @@ def test_joins_that_nobody_reads_are_refused(made: Path) -> None:
         close_rounds(hub, east)
 
 
+def test_pushes_that_follow_on_a_lost_one_are_answered_only_so_often(made: Path) -> None:
+    """Each is small, and its answer is the way to the global model, after a write to the disk."""
+    with Hub(quick(consistency="async_()"), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            push = dataclasses.replace(west.push(), round=2, after=1)
+
+            def ask_often() -> None:
+                for _ in range(100):
+                    west.send(part_of(push))
+                    west.send(push)
+                    west.receive()
+
+            with pytest.raises(RefusedError, match="asks for the way to the global model"):
+                ask_often()
+        close_rounds(hub, east)
+
+
 @pytest.mark.parametrize("consistency", ["async_()", "backup(1)"])
 def test_what_a_site_does_not_read_is_bounded_and_it_comes_back_to_the_global_model(
     made: Path, consistency: str

@@ -16,6 +16,20 @@ def test_control_is_handed_out_before_bulk_and_each_in_its_order() -> None:
     assert found == ["control a", "control b", "bulk a", "bulk b", None]
 
 
+def test_bulk_comes_through_a_flood_of_control_messages() -> None:
+    """However fast one site sends them, and also if each that is taken makes room for another."""
+    inbox: Inbox[str] = Inbox()
+    inbox.put_bulk("values", "west", 10)
+    inbox.put_bulk("more", "west", 10)
+    found = []
+    for _ in range(200):
+        inbox.put_control("noise", "east", 10)
+        inbox.put_control("noise", "east", 10)
+        found.append(inbox.get(0.0))
+    assert [place for place, name in enumerate(found) if name != "noise"] == [64, 129]
+    assert inbox.get(0.0, accepts=lambda item: False) is None
+
+
 def test_get_wakes_up_when_something_comes() -> None:
     inbox: Inbox[str] = Inbox()
     sender = threading.Thread(target=inbox.put_control, args=("now",))

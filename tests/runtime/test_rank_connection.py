@@ -153,6 +153,19 @@ def test_a_rank_says_first_what_it_holds() -> None:
     assert not lines[2].sent
 
 
+def test_a_rank_sends_the_pushes_that_a_checkpoint_has_left_in_flight() -> None:
+    """They were in the checkpoint before they were on the line, so the server may not have them."""
+    lines = [Line(), Line()]
+    connection, shard = connected(*lines, served=(LEFT, RIGHT))
+    shard.in_flight = {7: (segment(0, 1.0), segment(4, 2.0))}
+    connection.begin(shard, no_model)
+    for start, line in ((0, lines[0]), (4, lines[1])):
+        held, part = line.sent
+        assert isinstance(held, Holding)
+        assert isinstance(part, PushPart)
+        assert (part.round, [one.start for one in part.segments], part.last) == (7, [start], True)
+
+
 def test_a_result_is_complete_when_every_process_has_sent_its_last_part() -> None:
     lines = [Line(), Line()]
     connection, _ = connected(*lines, served=(LEFT, RIGHT))

@@ -29,6 +29,9 @@ at most (CREDIT + share * k * R) C, and while share < 1 the others together add 
 claims to weigh. A site whose last push comes first may add FINAL C with it; the others are then compared with that,
 too. When all others have finished, nobody can make good what a site does: one that is in debt then stays in debt.
 
+An account says nothing of a push that adds nothing. But a mean is divided by the weights of all pushes: so with n sites
+none weighs more than 2 share (n - 1) times as much as the upper median of the others, whatever it pushes.
+
 CREDIT is smaller for updates than for gradients: a gradient is that of one batch, whose norm varies much; an update is
 of many steps, and goes into the model as it is. `benchmarks/bench_push_norms.py` shows how far honest sites stay below.
 """
@@ -155,6 +158,7 @@ class Guard:
                 continue
             if not self._charge(one, pushes, added, credit, verdict):
                 continue
+            self._weigh(one, pushes, verdict)
             if norm > 0:  # zeros say nothing of what is usual
                 reference = max([usual.get(push.site, 0.0), statistics.median_high(others) if others else 0.0])
                 good.append((one, min(norm, GROWTH * reference) if reference > 0 and others else norm))
@@ -204,6 +208,19 @@ class Guard:
             verdict.limited[key] = f"{_name(push)} {much}, and counts for {scale:.2g} of that"
         self._debts[push.site] = min(credit, max(0.0, debt + ratio - allowed))
         return True
+
+    def _weigh(self, one: Weighed, pushes: Sequence[Weighed], verdict: Verdict) -> None:
+        """Weigh down a push that would leave little of the others' in the mean, also if it is zero."""
+        weights = self._weights | {other.push.site: other.weight for other in pushes}
+        others = [weight for site, weight in weights.items() if site != one.push.site and weight > 0]
+        if len(others) < 2:
+            return
+        most, key = 2 * self._share * len(others) * statistics.median_high(others), (one.push.site, one.push.round)
+        if one.weight > most and most / one.weight < verdict.scales.get(key, 1.0):
+            verdict.scales[key] = most / one.weight
+            verdict.limited.setdefault(
+                key, f"{_name(one.push)} claims to weigh {one.weight:.3g}, and counts for {most:.3g}"
+            )
 
     def _allowed(self, push: Push, pushes: Sequence[Weighed], debt: float, added: Mapping[str, float]) -> float:
         """How many times as much as the other sites a site may add with a push without getting into debt."""

@@ -1,11 +1,15 @@
 """What the server knows of its sites' steps and links, from the reports that come with their pushes.
 
+With three sites or more, a site's step is believed up to `MOST_STEP` times what most others say: rounds go at the pace
+of the slowest site, so what one site says of itself would otherwise decide for all.
+
 A link is `seconds = delay + bytes / speed`, fitted for each site by medians over its last rounds, so that one disturbed
 round changes nothing. The delay is at least the round trip time of the link, which the site reports if it knows it.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +18,10 @@ from torch import Tensor
 
 from weightgrad.core.link_fit import LinkFit
 from weightgrad.wire.sync_schedule import Report
+
+MOST_STEP = 10.0
+"""A step takes at most so many times as long as that of the upper median of the other sites."""
+_LEAST_STEP_S = 1e-9  # a shorter one was not measured
 
 
 @dataclass
@@ -41,7 +49,7 @@ class Measurements:
             network_seconds: the time on the link of its last round, or None if that is not known.
             nbytes: the bytes of that round, both ways.
         """
-        if report.step_seconds > 0:
+        if report.step_seconds >= _LEAST_STEP_S:
             self.steps[site] = report.step_seconds
         self.trips[site] = report.trip_seconds
         if network_seconds is not None:
@@ -56,8 +64,11 @@ class Measurements:
         )
 
     def step(self, sites: list[str]) -> float:
-        """Seconds of a step at the slowest of these sites."""
-        return max(self.steps[name] for name in sites)
+        """Seconds of a step at the slowest of these sites, as far as the others bear it out."""
+        steps = sorted(self.steps[name] for name in sites)
+        if len(steps) < 3:
+            return steps[-1]
+        return min(steps[-1], MOST_STEP * statistics.median_high(steps[:-1]))
 
     def lines(self, sites: list[str]) -> dict[str, tuple[float, float]]:
         """(delay, seconds per byte) of each of these sites."""

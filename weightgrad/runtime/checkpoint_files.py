@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +118,16 @@ def damaged_file(checkpoint: Path, rank: int) -> str | None:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's bytes."""
+    """The digest of a plain file's bytes; a link may lead anywhere, and who opens a FIFO may wait for ever.
+
+    Raises:
+        OSError: it cannot be read, or is something else.
+    """
     digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path.name} is not a plain file")
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()

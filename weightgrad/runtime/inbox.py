@@ -1,5 +1,8 @@
 """What has come for a server process: control messages first, and of each site only so many bytes at a time.
 
+While bulk waits, one message of it comes after every `_IN_A_ROW` control messages: a site that sends control messages
+as fast as they can be handled would otherwise keep the values of all others waiting.
+
 While a site has too many bytes waiting, `put` blocks the transport's threads of that site, and the transport lets the
 site wait. Other sites are not held up, and a site's control messages do not wait for its bulk.
 """
@@ -16,6 +19,7 @@ Item = TypeVar("Item")
 
 _BULK_BYTES = 64 << 20  # of one site
 _CONTROL_BYTES = 4 << 20
+_IN_A_ROW = 64  # control messages, while bulk waits
 _OVERHEAD_BYTES = 512  # of a message that waits, beside its own
 
 
@@ -41,6 +45,7 @@ class Inbox(Generic[Item]):
         self._control_bytes: Counter[object] = Counter()
         self._bulk: deque[_Waiting[Item]] = deque()
         self._bytes: Counter[object] = Counter()
+        self._in_a_row = 0
         self._closed = False
 
     def put_control(self, item: Item, site: str | None = None, size: int = 0) -> None:
@@ -68,7 +73,7 @@ class Inbox(Generic[Item]):
             self._changed.notify_all()
 
     def get(self, timeout: float, *, accepts: Callable[[Item], bool] = lambda item: True) -> Item | None:
-        """The next item, control before bulk; None if nothing came within so many seconds.
+        """The next item, control before bulk as a rule; None if nothing came within so many seconds.
 
         Args:
             timeout: the seconds.
@@ -76,10 +81,12 @@ class Inbox(Generic[Item]):
         """
         with self._changed:
             self._changed.wait_for(lambda: self._bulk or any(accepts(one.item) for one in self._control), timeout)
-            for place, one in enumerate(self._control):
+            for place, one in enumerate(self._control) if not self._bulk or self._in_a_row < _IN_A_ROW else ():
                 if accepts(one.item):
                     del self._control[place]
+                    self._in_a_row += 1
                     return self._taken(one, self._control_bytes)
+            self._in_a_row = 0
             return self._taken(self._bulk.popleft(), self._bytes) if self._bulk else None
 
     def _taken(self, one: _Waiting[Item], waiting: Counter[object]) -> Item:

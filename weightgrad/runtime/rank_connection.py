@@ -100,15 +100,17 @@ class RankConnection:
     # -- the beginning -------------------------------------------------------------------------
 
     def begin(self, shard: SiteShard, first_parts: FirstParts) -> None:
-        """Say what this rank holds, on every connection.
+        """Say what this rank holds, on every connection, and send the pushes that a checkpoint has left in flight.
+
+        The server may have none of their parts: they are in the checkpoint before they are on the line.
 
         Args:
             shard: has the pushes that may have to be sent again.
             first_parts: makes the parts of the first global model that one server process serves.
         """
         self._shard, self._first_parts = shard, first_parts
-        for number in self.links:
-            self._introduce(number)
+        for number, link in self.links.items():
+            self._say_again(number, link)
 
     def _introduce(self, number: int) -> None:
         if self.links[number].served:

@@ -26,6 +26,7 @@ from weightgrad.runtime.server_process import ServerProcess
 from weightgrad.runtime.server_storage import Input
 from weightgrad.runtime.shard_server import CompletePush, Provision, ShardServer
 from weightgrad.runtime.telemetry import Telemetry
+from weightgrad.runtime.transport.transport import Peer
 from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import Join, Leave, Message, Push
 
@@ -78,6 +79,7 @@ class ServerRounds:
         self._process, self._group, self._telemetry, self._send = process, group, telemetry, send
         self._pending: dict[tuple[str, int], _PendingPush] = {}
         self._joins = SeldomActions(per_s=1.0, burst=32)
+        self._replies = SeldomActions(per_s=1.0, burst=64)  # to joins, and to pushes that follow on lost ones
         self._closing: _Closing | None = None
         self._after_closing: list[Complete] = []  # what this process found while others were closing
 
@@ -246,7 +248,11 @@ class ServerRounds:
             self._process.sync()
         if not self._process.replaying:
             for download in out.downloads:
-                self._provide(download)
+                if self._replies.try_take(download.site):
+                    self._provide(download)
+                else:
+                    why = f"{download.site} asks for the way to the global model more often than once a second"
+                    self._process.transport.drop(Peer(download.site, 0), why)
             for name, message in out.messages:
                 self._send(name, message)
         self._close_next(now)

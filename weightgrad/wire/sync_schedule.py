@@ -7,7 +7,6 @@ however fast their links are.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from weightgrad import codecs
@@ -16,6 +15,8 @@ from weightgrad.errors import ProtocolError, SpecError
 MAX_TEXT_BYTES = 255
 SCHEDULE_FIXED_BYTES = 9  # every (4), overlap (4), length of the text (1)
 REPORT_BYTES = 28  # step_seconds (8), round (4), round_seconds (8), trip_seconds (8)
+MOST_SECONDS = 1e9
+"""No step, round or round trip takes 30 years. Sums and ratios of shorter times stay finite."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Report:
         trip_seconds: the round trip time of the link for a message without bytes; 0: not known.
 
     Raises:
-        ProtocolError: a time is negative or not finite.
+        ProtocolError: a time is negative, not finite or more than `MOST_SECONDS`.
     """
 
     step_seconds: float
@@ -78,5 +79,5 @@ class Report:
     def __post_init__(self) -> None:
         for name in ("step_seconds", "round_seconds", "trip_seconds"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ProtocolError(f"a report with {name} = {value}; it must be finite and not negative")
+            if not 0 <= value <= MOST_SECONDS:
+                raise ProtocolError(f"a report with {name} = {value}; wanted seconds from 0 to {MOST_SECONDS:g}")

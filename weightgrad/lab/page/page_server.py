@@ -3,6 +3,10 @@
 On loopback anybody on this machine may read it. Elsewhere a token is asked for, as `?token=` or as a bearer token. On
 loopback the name in the request must be a loopback name too: a web page elsewhere that resolves its own name to
 127.0.0.1 (DNS rebinding) gets nothing.
+
+The page may be served by the process of the global server, whose files it must not use up: a connection that asks for
+nothing is ended after ten seconds, one whose reader does not read after a minute or two, and `_MOST_STREAMS` readers
+are told of changes at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +31,14 @@ from weightgrad.lab.page.run_state import RunState
 from weightgrad.lab.page.run_view import run_view
 from weightgrad.runtime.security import credentials
 from weightgrad.runtime.security.tls_check import is_loopback
+from weightgrad.runtime.transport.connection_gate import ConnectionGate, GateLimits
+from weightgrad.runtime.transport.socket_bytes import endpoint
 
 _HERE = Path(__file__).parent
 _SECONDS = 1.0  # between two looks at the logs
+_MOST_STREAMS = 32
+_STALLED_S = 30.0  # without a change taken, after which a reader does not count as one
+_LIMITS = GateLimits(per_address=64, in_all=128, idle_per_site=64, idle_s=60.0)
 _POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
@@ -100,10 +109,50 @@ def certificate_days(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
+class Readers:
+    """The connections of those who may read the page, and which of them are told of changes.
+
+    Args:
+        port: where the page is served.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._streams: dict[str, float] = {}  # by endpoint, when the reader last took something
+        self.gate = ConnectionGate(port, _LIMITS, lambda reason: None, self._told)
+
+    def _told(self) -> list[str]:
+        now = time.monotonic()
+        return [peer for peer, at in list(self._streams.items()) if now - at < _STALLED_S]
+
+    def asks(self, peer: str) -> None:
+        """Somebody who may read has asked for something."""
+        self.gate.prove(peer, "a reader")
+
+    def begins(self, peer: str) -> bool:
+        """A reader wants to be told of changes; False if there are too many."""
+        told = set(self._told())
+        self._streams = {one: at for one, at in self._streams.items() if one in told}
+        if len(self._streams) >= _MOST_STREAMS and peer not in self._streams:
+            return False
+        self.takes(peer)
+        return True
+
+    def takes(self, peer: str) -> None:
+        """A reader has taken what it was sent."""
+        self._streams[peer] = time.monotonic()
+
+    def ends(self, peer: str) -> None:
+        """A reader has gone."""
+        self._streams.pop(peer, None)
+
+
 class PageServer:
     """A running page. Made by `serve`."""
 
-    def __init__(self, server: Any, listener: socket.socket, host: str, token: str | None) -> None:
+    def __init__(
+        self, server: Any, listener: socket.socket, host: str, token: str | None, gate: ConnectionGate
+    ) -> None:
+        self._gate = gate
         self._server, self._listener = server, listener
         self.port: int = listener.getsockname()[1]
         host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # what another machine can open
@@ -111,9 +160,11 @@ class PageServer:
         self.url = f"http://{shown}:{self.port}/" + (f"?token={token}" if token is not None else "")
         self._thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)
         self._thread.start()
+        gate.start()
 
     def stop(self) -> None:
         """Stop; open pages are told no more. May be called again."""
+        self._gate.stop()
         self._server.should_exit = True
         self._thread.join(timeout=10.0)
         self._listener.close()
@@ -160,19 +211,21 @@ def serve(listen: str, directory: Path, *, token: str | None = None, certificate
             f"the page cannot listen on {listen}: {error.strerror or error}; stop what listens there, or give another "
             "address"
         ) from error
-    app = application(RunWatcher(directory, certificates=certificates), token=token, local=local)
+    readers = Readers(listener.getsockname()[1])
+    app = application(RunWatcher(directory, certificates=certificates), readers, token=token, local=local)
     config = uvicorn.Config(
         app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False,
         timeout_graceful_shutdown=1,
     )  # fmt: skip
-    return PageServer(uvicorn.Server(config), listener, host, token)
+    return PageServer(uvicorn.Server(config), listener, host, token, readers.gate)
 
 
-def application(watcher: RunWatcher, *, token: str | None, local: bool) -> Any:
+def application(watcher: RunWatcher, readers: Readers, *, token: str | None, local: bool) -> Any:
     """The ASGI application.
 
     Args:
         watcher: what is shown.
+        readers: who is shown it.
         token: what a reader must give; None: nothing.
         local: whether it listens on loopback only.
     """
@@ -181,15 +234,20 @@ def application(watcher: RunWatcher, *, token: str | None, local: bool) -> Any:
     from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
 
+    def peer_of(request: Request) -> str:
+        return "" if request.client is None else endpoint(request.client.host, request.client.port)
+
     def refuse(request: Request) -> Response | None:
         name = request.url.hostname or ""
         if local and not is_loopback(f"[{name}]:1" if ":" in name else f"{name}:1"):
             return Response("this page is for this machine only\n", 403, _HEADERS)
         if token is None:
+            readers.asks(peer_of(request))
             return None
         header = request.headers.get("authorization", "").removeprefix("Bearer ")
         for given in (request.query_params.get("token"), header, request.cookies.get(_COOKIE)):
             if given is not None and hmac.compare_digest(given.encode(), token.encode()):
+                readers.asks(peer_of(request))
                 return None
         return Response("this page needs its token: add ?token=..., as the command printed it\n", 401, _HEADERS)
 
@@ -214,13 +272,21 @@ def application(watcher: RunWatcher, *, token: str | None, local: bool) -> Any:
         if (refused := refuse(request)) is not None:
             return refused
 
+        peer = peer_of(request)
+        if not readers.begins(peer):
+            return Response(f"{_MOST_STREAMS} readers are told of changes already\n", 503, _HEADERS)
+
         async def stream() -> AsyncIterator[bytes]:
             last = b""
-            while not await request.is_disconnected():
-                text = _json(await asyncio.to_thread(watcher.view))
-                yield b": nothing new\n\n" if text == last else b"data: " + text + b"\n\n"
-                last = text
-                await asyncio.sleep(_SECONDS)
+            try:
+                while not await request.is_disconnected():
+                    text = _json(await asyncio.to_thread(watcher.view))
+                    yield b": nothing new\n\n" if text == last else b"data: " + text + b"\n\n"
+                    readers.takes(peer)
+                    last = text
+                    await asyncio.sleep(_SECONDS)
+            finally:
+                readers.ends(peer)
 
         return StreamingResponse(stream(), 200, _HEADERS, media_type="text/event-stream")
 

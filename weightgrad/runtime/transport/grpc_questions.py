@@ -30,6 +30,7 @@ log = logging.getLogger("weightgrad.serve")
 MOST_SECONDS = 10.0
 """A measurement lasts at most so long."""
 CHUNK_BYTES = 256 << 10
+_LASTS_S = 60.0  # a call of Measure, however slowly its caller sends or reads
 _MOST_STREAMS = 8  # that measure at the same time, of all callers together
 _MOST_REQUEST = 64 << 10
 _ASKED_PER_S = 5.0  # by one caller
@@ -97,11 +98,15 @@ class Questions:
                 raise LinkError("the line is being measured by others; try again in a few seconds")
         except WeightGradError as error:
             self._end(error, context)
+        deadline = threading.Timer(_LASTS_S, context.cancel)  # a silent caller would keep its place for ever
+        deadline.daemon = True
+        deadline.start()
         try:
             yield from _measure(requests)
         except ProtocolError as error:
             self._end(error, context)
         finally:
+            deadline.cancel()
             self._measuring.release()
 
     def _caller(self, context: Any) -> tuple[Responder, Caller]:

@@ -275,7 +275,19 @@ class GrpcServer(ServerTransport):
         if session is None or session.id != key or session.incarnation != entry.incarnation:
             unknown = SessionEnd(grpc.StatusCode.NOT_FOUND, "the global server does not know this session")
             (ended or unknown).abort(context)
+        self._check_streams(session, int(number))
         return session, session.open_stream(int(number), entry)
+
+    def _check_streams(self, session: Session, number: int) -> None:
+        """Refuse a stream of a site that has very many: each has threads of its own, which others need too."""
+        with self._lock:
+            own = [one for peer, one in self._sessions.items() if peer.site == session.peer.site]
+        count = sum(one.messages.open_streams for one in own)
+        most = MAX_STREAMS + self.limits.streams_per_rank * len(own)
+        if count >= most and not session.has_stream(number):
+            raise RefusedError(
+                f"{session.peer.site} has {count} streams of {len(own)} ranks open; at most {most} may be"
+            )
 
     def _read(self, session: Session, stream: Stream, requests: Iterator[bytes]) -> None:
         try:

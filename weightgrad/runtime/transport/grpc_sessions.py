@@ -38,6 +38,7 @@ class TransportLimits:
         max_control_message: the longest control message, in bytes; there is memory for four that were not taken.
         messages_per_s: how many messages a peer may send in the long run, on both lanes together.
         burst: how many messages may come at once after a quiet time.
+        streams_per_rank: of all streams of a site, beside 64; each costs the server two threads.
         stream_bytes: how much is sent on one stream without an acknowledgement.
         keep_bytes: memory kept for further messages, for all peers together.
         lost_after_s: seconds without a stream after which a peer is reported as lost.
@@ -53,6 +54,7 @@ class TransportLimits:
     max_control_message: int = MAX_CONTROL_MESSAGE
     messages_per_s: float = 2000.0
     burst: int = 10_000
+    streams_per_rank: int = 8
     stream_bytes: int = 4 << 20
     keep_bytes: int = 4 << 20
     lost_after_s: float = 5.0
@@ -84,7 +86,7 @@ class TransportLimits:
 
     def __post_init__(self) -> None:
         _ = self.lanes  # LaneLimits checks these
-        for name in ("messages_per_s", "burst"):
+        for name in ("messages_per_s", "burst", "streams_per_rank"):
             if not getattr(self, name) > 0:
                 raise SpecError(f"TransportLimits.{name} is {getattr(self, name)!r}; it must be positive")
         for name in ("lost_after_s", "silent_s", "recheck_s", "keep_bytes"):
@@ -175,6 +177,11 @@ class Session:
         if old:
             old[0].close()
         return stream
+
+    def has_stream(self, number: int) -> bool:
+        """Whether a stream has this number, which a new one would replace."""
+        with self._lock:
+            return number in self._streams and not self._streams[number][0].closed
 
     def end(self, ending: SessionEnd, *, drop: bool = True) -> None:
         """Close all streams; the first reason counts. Whole messages are still delivered, unless `drop` is set."""

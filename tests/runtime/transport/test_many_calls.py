@@ -1,0 +1,97 @@
+"""A site that opens more calls than the server has threads for, or keeps them open: nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from weightgrad.errors import WeightGradError
+from weightgrad.runtime.transport import grpc_questions, grpc_server
+from weightgrad.runtime.transport.channels import MEASURE
+from weightgrad.runtime.transport.grpc_sessions import TransportLimits
+
+from .grpc_harness import place, site
+from .harness import LIMA, OSLO, TIMEOUT_S, receive, until
+
+
+def test_the_server_outlives_a_time_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in gRPC's own thread would end it, and with it the server for everybody."""
+    start, none_left = threading.Thread.start, threading.Event()
+
+    def start_if_there_is_one(thread: threading.Thread) -> None:
+        if none_left.is_set() and thread.name == "grpc-call":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with place() as hub, site(hub.address, here=True) as oslo:
+        until(lambda: hub.server.sessions()[OSLO].streams == 5)
+        monkeypatch.setattr(threading.Thread, "start", start_if_there_is_one)
+        none_left.set()
+        with site(hub.address, "lima", here=True, start=False) as lima:
+            entering = threading.Thread(target=lambda: lima.enter(b"lima", TIMEOUT_S))
+            entering.start()
+            time.sleep(0.5)
+            oslo.send(b"still there")
+            until(lambda: hub.got[OSLO] == [b"still there"])
+            assert hub.server.send(OSLO, b"yes")
+            assert receive(oslo) == b"yes"
+            none_left.clear()
+            entering.join(TIMEOUT_S)
+            lima.start()
+            lima.send(b"here")
+            until(lambda: hub.got[LIMA] == [b"here"])
+
+
+def test_a_site_has_only_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has threads at the server, and a site may have many ranks."""
+    monkeypatch.setattr(grpc_server, "MAX_STREAMS", 4)
+    with place(limits=TransportLimits(streams_per_rank=1)) as hub, site(hub.address, here=True):
+        until(lambda: hub.server.sessions()[OSLO].streams == 5)
+        with site(hub.address, here=True, rank=1, start=False) as second:
+            second.enter(b"", TIMEOUT_S)
+            second.start()
+            with pytest.raises(WeightGradError, match="streams of 2 ranks open; at most 6 may be"):
+                receive(second)
+            assert sum(one.streams for one in hub.server.sessions().values()) <= 6
+        with site(hub.address, "lima", here=True) as lima:
+            lima.send(b"here")
+            until(lambda: hub.got[LIMA] == [b"here"])
+
+
+class _Anybody:
+    """Answers every question."""
+
+    def check_caller(self, caller: Any) -> None:
+        del caller
+
+    def answer(self, caller: Any, request: bytes) -> bytes:
+        del caller
+        return request
+
+
+@pytest.mark.parametrize("first", [b"", json.dumps({"up": 0.1}).encode()], ids=["silent", "begun"])
+def test_a_measurement_that_never_ends_takes_nobody_s_place(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
+    monkeypatch.setattr(grpc_questions, "_LASTS_S", 1.0)
+    monkeypatch.setattr(grpc_questions, "_MEASURED_PER_S", 1e6)
+    silent = threading.Event()
+
+    def requests() -> Any:
+        if first:
+            yield first
+        silent.wait(TIMEOUT_S)
+
+    with place() as hub, grpc.insecure_channel(hub.address) as channel:
+        hub.server.answer_with(_Anybody())
+        measure = channel.stream_stream(MEASURE)
+        calls = [measure(requests()) for _ in range(grpc_questions._MOST_STREAMS)]
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call)
+            assert ended.value.code() is grpc.StatusCode.CANCELLED
+        silent.set()
+        assert list(measure(iter([json.dumps({"down": 0.1}).encode()])))
