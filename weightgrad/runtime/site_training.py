@@ -219,9 +219,11 @@ class SiteTraining:
         """This rank's weights for one server process."""
         own = self._model.weights.held & served
         if isinstance(self.shard, UpdateShard):
-            vector = gather(self.shard.global_model.cpu(), self.shard.held, own, torch.empty(own.numel))
+            vector = gather(
+                self.shard.global_model.cpu(), self.shard.held, own, torch.empty(own.numel, dtype=torch.float32)
+            )
         else:
-            vector = self._model.weights.read(own, torch.empty(own.numel))
+            vector = self._model.weights.read(own, torch.empty(own.numel, dtype=torch.float32))
         cut = pieces.cut(own, self._model.layout, per_tensor=False)
         return list(model_parts(0, [("weights", segments_of(vector, own, cut))]))
 
