@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.runtime.user_sites import flat, served
 from weightgrad.errors import StrategyError
 
-from .documented_scripts import run_two_sites
+from .documented_scripts import run_two_processes, run_two_sites
 from .documented_site import script_of
 
 pl = pytest.importorskip(
@@ -34,6 +35,14 @@ def test_the_documented_script_trains_at_two_sites(strategy: str, manual: bool) 
     x = torch.randn(512, 8, generator=torch.Generator().manual_seed(9))
     right = (modules[0].net(x).argmax(1) == (x.sum(1) > 0).long()).float().mean()
     assert right > 0.8
+
+
+def test_a_site_of_two_ranks(tmp_path: Path) -> None:
+    vector = run_two_processes("lightning.md", "diloco, every: 4", tmp_path)
+    module = script_of("lightning.md")["Classifier"]()
+    torch.nn.utils.vector_to_parameters(vector, module.parameters())
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(9))
+    assert (module.net(x).argmax(1) == (x.sum(1) > 0).long()).float().mean() > 0.8
 
 
 def quiet_trainer(callback: Any) -> Any:

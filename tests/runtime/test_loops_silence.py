@@ -57,8 +57,10 @@ def test_a_second_life_without_a_state_goes_on_from_the_global_model(strategy: s
         assert torch.equal(flat(model), hub.global_model.vector)
 
 
-def test_a_cell_that_is_run_again_is_refused_and_may_come_back_when_it_has_left() -> None:
-    with served(UPDATES, "east") as hub:
+def test_a_cell_that_is_run_again_is_refused_and_may_come_back_when_it_has_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with served(UPDATES, "east") as hub, caplog.at_level(logging.WARNING, "weightgrad"):
         model = network()
         optimizer = sgd(model)
         first = join(hub.address, site="east", insecure=True)
@@ -80,6 +82,7 @@ def test_a_cell_that_is_run_again_is_refused_and_may_come_back_when_it_has_left(
         again.leave()
         assert torch.equal(flat(model), hub.global_model.vector)
         assert not hasattr(optimizer, "_step_supports_amp_scaling")
+        assert "not those that it had before prepare()" not in caplog.text, "it has those with which it left"
 
 
 # -- weights and states that are loaded ---------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def measured_round_trip_bytes_s(codec: Codec) -> float:
     Returns:
         Bytes a second.
     """
-    values = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     state, best = codec.init(values), math.inf
     for number in range(_ROUNDS):
         began = time.perf_counter()

@@ -56,7 +56,7 @@ def check_values_codec(owner: str, then: Codec) -> None:
         last = last.then
     if isinstance(last, Selector):
         raise SpecError(f"{owner} > {then}: the values are chosen already; choose once, then quantize")
-    if then.init(torch.zeros(1)):
+    if then.init(torch.zeros(1, dtype=torch.float32)):
         raise SpecError(
             f"{owner} > {then}: the values are other entries every time, so their codec cannot keep state; "
             "put error feedback around the whole chain: ef(... > ...)"
@@ -100,7 +100,7 @@ class Chosen(NamedTuple):
     @property
     def lowest(self) -> Tensor:
         """The smallest magnitude that was chosen, on the host."""
-        return self.values.abs().min().cpu() if self.values.numel() else torch.zeros(())
+        return self.values.abs().min().cpu() if self.values.numel() else torch.zeros((), dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class SparseEntries:
 
     def _in_scratch(self, memory: str, device: torch.device) -> Tensor:
         """The values, decoded into scratch memory of this name."""
-        values = fixed.scratch(memory, torch.empty(1, device=device).expand(self.streams.count))
+        values = fixed.scratch(memory, torch.empty(1, device=device, dtype=torch.float32).expand(self.streams.count))
         registry.decode_into(self.inner, values, fixed.STORE)
         return values
 

@@ -121,7 +121,7 @@ class Memory:
     def read(self, name: str, intervals: Intervals, scratch: Scratch) -> Tensor:
         """The values of some elements, zeros at first; to be changed and given to `write`."""
         if name not in self.vectors:
-            self.vectors[name] = torch.zeros(self._held.numel)
+            self.vectors[name] = torch.zeros(self._held.numel, dtype=torch.float32)
         return scratch.gather(f"memory {name}", self.vectors[name], self._held, intervals)
 
     def write(self, name: str, intervals: Intervals, values: Tensor) -> None:
@@ -241,7 +241,9 @@ class TrimmedMean(Aggregator):
         if not _any(pushes, intervals):
             return None
         trim = min(self.trim, (len(pushes) - 1) // 2)
-        each = torch.stack([push.decoded(intervals, torch.empty(intervals.numel)) for push in pushes])
+        each = torch.stack(
+            [push.decoded(intervals, torch.empty(intervals.numel, dtype=torch.float32)) for push in pushes]
+        )
         return each.sort(0).values[trim : len(pushes) - trim].mean(0)
 
 

@@ -68,10 +68,10 @@ class DelayCompensation:
         found = []
         for segment in segments:
             own = segment.intervals & model.held
-            update = torch.zeros(own.numel)
+            update = torch.zeros(own.numel, dtype=torch.float32)
             segment.into(update, fixed.STORE, own)
-            moved = gather(model.vector, model.held, own, torch.empty(own.numel)) - gather(
-                then, model.held, own, torch.empty(own.numel)
+            moved = gather(model.vector, model.held, own, torch.empty(own.numel, dtype=torch.float32)) - gather(
+                then, model.held, own, torch.empty(own.numel, dtype=torch.float32)
             )
             update += (update * update).mul_(moved).mul_(strength)
             found.append(Segment.at(own, Fp32().encode(update, {}, 0)[0]))

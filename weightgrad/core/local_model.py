@@ -136,7 +136,7 @@ class FlatModel:
         own = segment.intervals & self.held  # another rank's part of the vector is not this one's to move
         if not own:
             return
-        values = torch.zeros(own.numel)
+        values = torch.zeros(own.numel, dtype=torch.float32)
         segment.into(values, mode, own, share=share)
         self.add(own, values)
 
@@ -197,7 +197,7 @@ class Scratch:
         """Memory for `numel` elements, with whatever was in it."""
         found = self._vectors.get(name)
         if found is None or found.numel() < numel:
-            found = self._vectors[name] = torch.empty(numel, device=self.device)
+            found = self._vectors[name] = torch.empty(numel, device=self.device, dtype=torch.float32)
         return found[:numel]
 
     def gather(self, name: str, vector: Tensor, held: Intervals, intervals: Intervals) -> Tensor:

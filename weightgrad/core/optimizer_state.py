@@ -96,7 +96,7 @@ def state_vectors(
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and _is_vector(value, parameter):
                 if name not in found:
-                    found[name] = torch.zeros(held.numel)
+                    found[name] = torch.zeros(held.numel, dtype=torch.float32)
                 found[name][_place(layout, held, index)] = value.detach().flatten()
     return found
 

@@ -54,7 +54,7 @@ class Residual:
     def whole(self) -> Tensor:
         """The vector, made now if nothing has stayed behind yet."""
         if self.vector is None:
-            self.vector = torch.zeros(self.held.numel, device=self._scratch.device)
+            self.vector = torch.zeros(self.held.numel, device=self._scratch.device, dtype=torch.float32)
         return self.vector
 
     def of(self, intervals: Intervals) -> Tensor | None:
@@ -119,7 +119,7 @@ class Residual:
         """Encode residual + fresh update; None says that the residual has it already."""
         codec = self._codec if replacement is None else _without_error_feedback(replacement)
         known, state = (None, {}) if replacement is not None else self._states.pop(piece.start, (None, {}))
-        x = torch.zeros(piece.numel, device=self._scratch.device) if fresh is None else fresh
+        x = torch.zeros(piece.numel, device=self._scratch.device, dtype=torch.float32) if fresh is None else fresh
         x = x.view(piece.shape)
         if known != piece:
             state = codec.init(x)

@@ -96,7 +96,7 @@ class ServerState:
 
     def residual(self) -> Tensor:
         """A copy of the residual of results."""
-        found = torch.zeros(self.global_model.layout.numel)
+        found = torch.zeros(self.global_model.layout.numel, dtype=torch.float32)
         for shard in self.shards:
             scatter(found, Intervals.whole(found.numel()), shard.served, shard.residual.whole())
         return found

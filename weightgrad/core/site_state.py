@@ -115,7 +115,7 @@ class SiteState:
         own = [shard for shard in self.shards if isinstance(shard, UpdateShard)]
         if len(own) == 1:
             return own[0].global_model
-        found = torch.empty(self.layout.numel)
+        found = torch.empty(self.layout.numel, dtype=torch.float32)
         for shard in own:
             scatter(found, Intervals.whole(self.layout.numel), shard.held, shard.global_model)
         return found
@@ -126,7 +126,7 @@ class SiteState:
 
     def residual(self) -> Tensor:
         """A copy of the residual."""
-        found = torch.zeros(self.layout.numel)
+        found = torch.zeros(self.layout.numel, dtype=torch.float32)
         for shard in self.shards:
             if shard.residual.vector is not None:
                 scatter(found, Intervals.whole(self.layout.numel), shard.held, shard.residual.vector)
@@ -134,7 +134,7 @@ class SiteState:
 
     def fresh_update(self) -> Tensor:
         """A copy of what the local steps did since the last push; zeros where gradients are shared."""
-        found = torch.zeros(self.layout.numel)
+        found = torch.zeros(self.layout.numel, dtype=torch.float32)
         for shard in self.shards:
             if isinstance(shard, UpdateShard):
                 scatter(found, Intervals.whole(self.layout.numel), shard.held, shard.fresh_update())

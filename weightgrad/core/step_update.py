@@ -49,14 +49,14 @@ class StepUpdate:
         self._held = Intervals.of(span for stretch, _ in self._parts for span in stretch.spans)
         self._ends = [stretch.end for stretch, _ in self._parts]
         size = self._bounds[-1]
-        self._anchor = torch.zeros(size)  # the weights since which everything is new
-        self._previous = torch.zeros(size)  # the weights before the last step
-        self._last = torch.zeros(size)
-        self._made = torch.zeros(size)  # of shared gradients, since the last push
+        self._anchor = torch.zeros(size, dtype=torch.float32)  # the weights since which everything is new
+        self._previous = torch.zeros(size, dtype=torch.float32)  # the weights before the last step
+        self._last = torch.zeros(size, dtype=torch.float32)
+        self._made = torch.zeros(size, dtype=torch.float32)  # of shared gradients, since the last push
         self._last_here: Tensor | None = None  # `_last` on the host
 
     def _sample(self, local: LocalModel) -> Tensor:
-        found = torch.empty(self._bounds[-1], device=local.device)
+        found = torch.empty(self._bounds[-1], device=local.device, dtype=torch.float32)
         for (stretch, distance), start in zip(self._parts, self._bounds, strict=False):
             values = local.sample(stretch, distance)
             found[start : start + values.numel()] = values
@@ -123,7 +123,7 @@ class StepUpdate:
 
     def last_update(self, piece: Piece) -> Tensor:
         """The elements of the last step's update in a piece, where all of them are kept."""
-        found, last = torch.empty(piece.numel), self._on_host()
+        found, last = torch.empty(piece.numel, dtype=torch.float32), self._on_host()
         for run in self._held.runs(piece.intervals):
             found[run.theirs : run.theirs + run.count] = last[run.mine : run.mine + run.count]
         return found

@@ -51,7 +51,7 @@ class UpdateShard(SiteShard):
         memory: StateMemory | None = None,
     ) -> None:
         super().__init__(site, layout, local, plan, key, memory)
-        self.global_model = torch.empty(self.held.numel, device=self.memory.device)
+        self.global_model = torch.empty(self.held.numel, device=self.memory.device, dtype=torch.float32)
         for piece in self._pieces(self.held):
             own = local.read(piece.intervals, self.scratch.of("local", piece.numel))
             scatter(self.global_model, self.held, piece.intervals, own)
@@ -147,7 +147,7 @@ class UpdateShard(SiteShard):
 
     def fresh_update(self) -> Tensor:
         """What the local steps did since the last push, for all held elements; a new vector, for tests and audits."""
-        found = torch.zeros(self.held.numel, device=self.memory.device)
+        found = torch.zeros(self.held.numel, device=self.memory.device, dtype=torch.float32)
         for piece in self._pieces(self.held - self._waiting):
             scatter(found, self.held, piece.intervals, self._fresh(piece, None))
         return found

@@ -26,7 +26,7 @@ class Signs:
 
     def values(self, count: int) -> Tensor:
         """All of them as float32."""
-        size = torch.full((), self.size, device=self.bits.device)
+        size = torch.full((), self.size, dtype=torch.float32, device=self.bits.device)
         return torch.where(unpack_reference(self.bits, count, 1) != 0, -size, size)
 
 

@@ -125,7 +125,7 @@ def level_sums(w: Tensor, curvature: Tensor | None, alpha: float, levels: int) -
     """Return (sum D*b*w, sum D*b*b) where b is the level of w, -levels .. levels, on a ruler of +-alpha."""
 
     def reference(piece: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        rule = fixed.ruler(torch.full((1,), alpha, device=piece.device), levels)
+        rule = fixed.ruler(torch.full((1,), alpha, device=piece.device, dtype=torch.float32), levels)
         b = (fixed.level_of(piece, rule, levels, 0x8000, clamp=True) - levels).to(torch.float32)
         weighted = d * b
         return weighted * piece, weighted * b
@@ -171,7 +171,7 @@ def _weighted_sums(
 
 
 def _ternary_reference(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: Tensor) -> None:
-    rule = fixed.ruler(torch.full((1,), scale, device=x.device), 1)
+    rule = fixed.ruler(torch.full((1,), scale, device=x.device, dtype=torch.float32), 1)
     for start in range(0, x.numel(), _STEP):
         h = x[start : start + _STEP]
         if residual is not None:

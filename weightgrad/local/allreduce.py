@@ -77,11 +77,11 @@ class QuantizedAllreduce:
         self._codec = codec
         self._mean_codec = codec if codec.carries_error or isinstance(codec, Fp32) else ErrorFeedback(codec)
         self._device = torch.device(device)
-        self._states = [codec.init(torch.empty(shape, device=device)) for shape in self._shapes()]
+        self._states = [codec.init(torch.empty(shape, device=device, dtype=torch.float32)) for shape in self._shapes()]
         self._mean_state: State = {}
         self._mean_numel = -1  # of this rank's own chunk, once it has seen one
-        self._room = torch.empty(0, device=device)  # where `reduce` adds up
-        self._columns = torch.empty(0, device=device)  # a chunk of a matrix, in one piece
+        self._room = torch.empty(0, device=device, dtype=torch.float32)  # where `reduce` adds up
+        self._columns = torch.empty(0, device=device, dtype=torch.float32)  # a chunk of a matrix, in one piece
 
     def _shapes(self) -> list[tuple[int, ...]]:
         rows = () if self._matrix is None else (self._matrix[0],)
@@ -189,7 +189,11 @@ class QuantizedAllreduce:
         """Take back what `state` gave."""
         numel = int(saved.get("mean_numel", torch.tensor(-1)))
         known = numel in [math.prod(shape) for shape in self._shapes()]
-        fresh = self._mean_codec.init(torch.empty(self._shape_of(numel), device=self._device)) if known else {}
+        fresh = (
+            self._mean_codec.init(torch.empty(self._shape_of(numel), device=self._device, dtype=torch.float32))
+            if known
+            else {}
+        )
         good = restored("QuantizedAllreduce", self._present(fresh), saved)
         for place, state in enumerate(self._states):
             self._states[place] = {name: good[f"chunk {place}/{name}"] for name in state}

@@ -58,7 +58,9 @@ class GradientEncoder:
         self._key = key
         self._clip_norm = clip_norm
         self._momentum = momentum
-        self._states = [codec.init(torch.empty(slot.shape, device=device)) for slot in layout.slots]
+        self._states = [
+            codec.init(torch.empty(slot.shape, device=device, dtype=torch.float32)) for slot in layout.slots
+        ]
         self._velocity = torch.zeros(layout.numel, dtype=torch.float32, device=device) if momentum else None
 
     def encode(self, gradient: Tensor, step: int) -> tuple[Payload, ...]:

@@ -261,7 +261,7 @@ class GradientExchange:
     def _decoded_mean(self, slots: Sequence[int], payloads: Sequence[Sequence[Payload]]) -> Tensor:
         """The mean of payloads, added in the order of the workers."""
         layout = self.layout.of_slots(slots)
-        out = torch.empty(layout.numel)
+        out = torch.empty(layout.numel, dtype=torch.float32)
         for count, worker in enumerate(payloads):
             for payload, view in zip(worker, layout.views(out), strict=True):
                 # Not 0 + x for the first one, which would make +0 of -0.
@@ -310,7 +310,7 @@ def _whole_tensors(layout: Layout) -> tuple[Bucket, ...]:
 
 def _mean(vectors: Iterable[Tensor]) -> Tensor:
     """The mean of vectors, added in their order."""
-    total, count = torch.empty(0), 0
+    total, count = torch.empty(0, dtype=torch.float32), 0
     for vector in vectors:
         total, count = (total.add_(vector) if count else vector.clone()), count + 1
     return total.div_(count) if count > 1 else total

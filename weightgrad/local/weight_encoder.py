@@ -98,7 +98,10 @@ class WeightEncoder:
     ) -> list[State]:
         """New codec states, one per slot, or one for each slot that is `served`."""
         codecs, places = self.codecs(layout), range(len(layout.slots)) if served is None else served
-        return [codecs[place].init(torch.empty(layout.slots[place].shape, device=device)) for place in places]
+        return [
+            codecs[place].init(torch.empty(layout.slots[place].shape, device=device, dtype=torch.float32))
+            for place in places
+        ]
 
     def encode(
         self,

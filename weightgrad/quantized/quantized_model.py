@@ -218,9 +218,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _weight_codec(weights: str | Codec) -> Codec:
     codec = codecs.parse(weights) if isinstance(weights, str) else weights
-    if codec.init(torch.zeros(2, 2)):
+    if codec.init(torch.zeros(2, 2, dtype=torch.float32)):
         raise _no_weight_codec(codec)
-    payload, _ = codec.encode(torch.ones(2, 2), {}, 0)
+    payload, _ = codec.encode(torch.ones(2, 2, dtype=torch.float32), {}, 0)
     if payload.codec not in (*FORMATS, *_HALVES, "fp32"):
         raise _no_weight_codec(codec)
     return codec

@@ -122,8 +122,8 @@ class AnnouncedOptimizer:
         if self.numbers and self._switches() != self._announced:
             raise StrategyError(
                 "groups or switches of the optimizer are not those that it had in prepare(), and with shared gradients "
-                "the other replicas step as it did then: leave() and join again. Or take a strategy that shares "
-                "updates, such as weightgrad or diloco"
+                "the other replicas step as it did then. Give it all groups before prepare(), those that wait with a "
+                "learning rate of 0; or take a strategy that shares updates, such as weightgrad or diloco"
             )
 
     def _switches(self) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def newest_global_model(directory: Path) -> tuple[int, Tensor] | None:
     for path in all_checkpoints(directory)[-1:]:
         facts, metadata = read_facts(path), distributed_checkpoint.metadata(path)
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in facts["layout"])
-        vector, whole = torch.empty(layout.numel), "vector.global_model"
+        vector, whole = torch.empty(layout.numel, dtype=torch.float32), "vector.global_model"
         wanted = {f"model.{slot.name}": slot.of(vector) for slot in layout.slots}
         distributed_checkpoint.restore({whole: vector} if whole in metadata else wanted, path, None)
         return int(facts["version"]), vector

@@ -151,14 +151,18 @@ def _collect(slot: Slot, shard: ServerShard, group: ServerGroup, owners: Sequenc
     """A whole tensor, in the process that writes its file; None elsewhere."""
     whole = Intervals(((slot.start, slot.stop),) if slot.numel else ())
     own = whole & shard.served
-    mine = gather(shard.global_model.vector, shard.served, own, torch.empty(own.numel)) if own else torch.empty(0)
+    mine = (
+        gather(shard.global_model.vector, shard.served, own, torch.empty(own.numel, dtype=torch.float32))
+        if own
+        else torch.empty(0, dtype=torch.float32)
+    )
     if group.size == 1:
         return mine.view(slot.shape).clone()
     if group.number != 0:
         if own:
             group.send_tensor(0, mine.contiguous())
         return None
-    found = torch.empty(slot.numel)
+    found = torch.empty(slot.numel, dtype=torch.float32)
     for process, served in enumerate(owners):
         part = whole & served
         if part:

@@ -38,10 +38,17 @@ class FrozenParameters:
         self._others = [(plain_name(name), p) for name, p in module.named_parameters() if id(p) not in ours]
         self.gradients_shared = False
         """Whether replicas step with shared gradients; then nothing may be frozen later, either."""
+        self._told: dict[str, str] = {}
 
     def digests(self) -> dict[str, str]:
         """A digest of the values of each, by name; those that are sharded over ranks are left out."""
-        return {name: f"{value_digest(p):016x}" for name, p in self._others if not is_sharded(p)}
+        self._told = {name: f"{value_digest(p):016x}" for name, p in self._others if not is_sharded(p)}
+        return self._told
+
+    def changed(self) -> list[str]:
+        """Those that have other values than when the server was told, such as the moving average of a teacher."""
+        told = self._told
+        return [name for name, p in self._others if name in told and f"{value_digest(p):016x}" != told[name]]
 
     def check(self, stepping: Optimizer | None = None) -> None:
         """See whether the same parameters are trained as when the site was prepared.

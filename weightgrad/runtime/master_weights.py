@@ -48,10 +48,10 @@ class MasterWeights:
         if exchange.owners is None:
             self._by_rank = [list(range(len(layout.slots)))]
         self._parameters = [one.parameter for one in weights.parameters]
-        self._working = torch.empty(layout.numel)
-        self._working.copy_(weights.read(Intervals.whole(layout.numel), torch.empty(layout.numel)))
+        self._working = torch.empty(layout.numel, dtype=torch.float32)
+        self._working.copy_(weights.read(Intervals.whole(layout.numel), torch.empty(layout.numel, dtype=torch.float32)))
         own = layout.of_slots(self._served)
-        self._flat = torch.empty(own.numel)
+        self._flat = torch.empty(own.numel, dtype=torch.float32)
         for place, view in zip(self._served, own.views(self._flat), strict=True):
             view.copy_(layout.slots[place].of(self._working))
         self._server = LocalServer(
@@ -130,7 +130,9 @@ class MasterWeights:
     def _gathered(self, number: int, gradients: ModuleWeights) -> list[Tensor] | list[list[Payload]]:
         """From every rank, its gradient of the tensors that are served here."""
         exchange = self._exchange
-        room = torch.empty(max((bucket.stop - bucket.start for bucket in exchange.buckets), default=0))
+        room = torch.empty(
+            max((bucket.stop - bucket.start for bucket in exchange.buckets), default=0), dtype=torch.float32
+        )
         payloads: list[list[Payload]] = [[] for _ in range(exchange.exchange.size)]
         vectors: list[list[Tensor]] = [[] for _ in payloads]
         for place, bucket in enumerate(exchange.buckets):

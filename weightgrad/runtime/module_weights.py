@@ -199,8 +199,8 @@ class ModuleWeights:
         else:
             own = self._part(stretch)
         if own is None:
-            return torch.zeros(count)
-        found = torch.zeros(count, device=own.device)
+            return torch.zeros(count, dtype=torch.float32)
+        found = torch.zeros(count, device=own.device, dtype=torch.float32)
         values = own[::distance][:count]
         found[: values.numel()] = values
         return found
@@ -248,7 +248,7 @@ class ModuleWeights:
         entries = segment.entries
         if entries is None:
             here = segment.intervals & self.available
-            decoded = torch.zeros(here.numel, device=segment.payload.body.device)
+            decoded = torch.zeros(here.numel, device=segment.payload.body.device, dtype=torch.float32)
             segment.into(decoded, mode, here, share=share)
             self.add(here, decoded)
             return

@@ -68,7 +68,10 @@ def stepping_optimizers(optimizer: Any) -> list[Optimizer]:
     for one in found:
         ours = {id(parameter) for group in one.param_groups for parameter in group["params"]}
         if owned & ours:
-            raise StrategyError("two optimizers have a parameter in common; a parameter is trained by one of them")
+            raise StrategyError(
+                "two optimizers have a parameter in common; a parameter is trained by one of them. To train first with "
+                "one and then with another, give prepare() the first; then leave(), join again and prepare() the other"
+            )
         owned |= ours
     return found
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from weightgrad.core.layout import Layout
 from weightgrad.errors import StrategyError
@@ -55,12 +56,27 @@ def trainable(module: nn.Module, *, frozen: bool = False) -> list[NamedParameter
         frozen: Whether those that are frozen now take part, too.
 
     Raises:
-        StrategyError: There is none, or one that is not dense and floating-point, or of 8 bits.
+        StrategyError: There is none, or one without values, or that is not dense and floating-point, or of 8 bits.
     """
     found = [NamedParameter(plain_name(name), p) for name, p in module.named_parameters() if frozen or p.requires_grad]
     if not found:
         raise StrategyError("the model has no parameter that is trained; prepare() it before freezing everything")
     for one in found:
+        if is_lazy(one.parameter):
+            raise StrategyError(
+                f"{one.name} has no shape yet, as parameters of lazy modules before the first forward pass: pass a "
+                "batch through the model before prepare()"
+            )
+        if one.parameter.is_meta:
+            raise StrategyError(
+                f"{one.name} is on the meta device and has no values: call to_empty() and load or make the weights "
+                "before prepare(), and make the optimizer after it"
+            )
+        if one.parameter.is_complex():
+            raise StrategyError(
+                f"{one.name} is {one.parameter.dtype}; only floating-point parameters can be shared: keep its real "
+                "view as the parameter (torch.view_as_real), and use torch.view_as_complex of it in forward()"
+            )
         if not one.parameter.is_floating_point() or one.parameter.is_sparse:
             raise StrategyError(
                 f"{one.name} is {one.parameter.dtype}; only dense floating-point parameters can be shared"

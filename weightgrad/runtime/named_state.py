@@ -125,7 +125,9 @@ class NamedState:
         mine = rank if rank < ranks else 0
         for name, about in metadata.items():
             if name.startswith("vector."):
-                found[name] = _interval_tensor(model.layout.numel, self._shard, torch.zeros(held.numel))
+                found[name] = _interval_tensor(
+                    model.layout.numel, self._shard, torch.zeros(held.numel, dtype=torch.float32)
+                )
             elif name.startswith("optimizer."):
                 kept = self._rank_step.keeps(name.split("|", 1)[1])
                 if kept and (target := _optimizer_target(model, name, about)) is not None:

@@ -62,7 +62,8 @@ class OptimizerAdmission:
             self._on_refused("another optimizer")
             raise RefusedError(
                 f"{request.site} has another optimizer: {found}; {strategy.name} shares gradients, so all sites must "
-                "step alike"
+                "step alike, from the first step of the run to the last. To change the optimizer, take a strategy that "
+                "shares updates, such as diloco, or begin a run of its own (a server with a new state) from the weights"
             )
         return agreed
 
@@ -114,4 +115,7 @@ def is_for_another_optimizer(request: AdmissionRequest, strategy: Strategy) -> b
 def _without_memory(layout: Layout, spec: OptimizerSpec) -> dict[int, nn.Parameter]:
     """Parameters to try an optimizer on: of the right shapes where it looks at shapes, and without memory."""
     shapes = [slot.shape if spec.needs_whole_tensors else (0,) for slot in layout.slots]
-    return {index: nn.Parameter(torch.empty(1).expand(shape or (1,))) for index, shape in enumerate(shapes)}
+    return {
+        index: nn.Parameter(torch.empty(1, dtype=torch.float32).expand(shape or (1,)))
+        for index, shape in enumerate(shapes)
+    }

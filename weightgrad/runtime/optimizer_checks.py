@@ -31,7 +31,8 @@ def check_parameters(parameters: Sequence[NamedParameter], optimizer: Optimizer)
     if any(p.requires_grad and id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
         raise StrategyError(
             "the optimizer has parameters that the model has not, and every worker would train them alone; put "
-            "them into the model, and make the optimizer after fully_shard or parallelize_module"
+            'them into the model, or prepare both, as {"net": model, "loss": loss}, if a module has them; and make the '
+            "optimizer after fully_shard or parallelize_module"
         )
 
 

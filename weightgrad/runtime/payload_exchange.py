@@ -79,7 +79,7 @@ class PayloadExchange:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """The bytes of vectors, one after the other."""
-    return (torch.cat(list(parts)) if parts else torch.empty(0)).view(torch.uint8)
+    return (torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.float32)).view(torch.uint8)
 
 
 def as_floats(blob: Tensor) -> Tensor:

@@ -126,7 +126,11 @@ class _About:
 @torch.no_grad()
 def _fill(target: Any, whole: Tensor) -> None:
     if hasattr(target, "stored"):
-        target.stored.copy_(gather(whole, Intervals.whole(whole.numel()), target.held, torch.empty(target.held.numel)))
+        target.stored.copy_(
+            gather(
+                whole, Intervals.whole(whole.numel()), target.held, torch.empty(target.held.numel, dtype=torch.float32)
+            )
+        )
     elif is_sharded(target):
         from torch.distributed.tensor import distribute_tensor
 
@@ -138,7 +142,7 @@ def _fill(target: Any, whole: Tensor) -> None:
 
 def _whole_vector(own: Any, group: SiteGroup) -> Tensor:
     """A vector of the index space from what each rank stores of it."""
-    whole = torch.zeros(own.shape[0])
+    whole = torch.zeros(own.shape[0], dtype=torch.float32)
     bounds = torch.tensor([bound for span in own.held.spans for bound in span], dtype=torch.int64)
     spans = group.exchange(bounds.view(torch.uint8))
     values = group.exchange(own.stored.detach().contiguous().view(torch.uint8))

@@ -95,7 +95,7 @@ class SiteGroup:
         cuts = [rank * flat.numel() // self.size for rank in range(self.size + 1)]
         sizes = [stop - start for start, stop in pairwise(cuts)]
         own = sizes[self.rank]
-        received = torch.empty(own * self.size)
+        received = torch.empty(own * self.size, dtype=torch.float32)
         self._all_to_all(received, flat, [own] * self.size, sizes)
         total = received[:own]
         for rank in range(1, self.size):

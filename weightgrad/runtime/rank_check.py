@@ -88,7 +88,9 @@ def _exchange(store: str, rank: int, size: int, timeout_s: float) -> str:
     )
     try:
         ready = time.perf_counter() - began
-        vector = torch.ones(_ELEMENTS, device=torch.device("cuda", local) if backend == "nccl" else "cpu")
+        vector = torch.ones(
+            _ELEMENTS, device=torch.device("cuda", local) if backend == "nccl" else "cpu", dtype=torch.float32
+        )
         began = time.perf_counter()
         distributed.all_reduce(vector)
         if float(vector[-1]) != size:

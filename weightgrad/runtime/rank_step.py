@@ -126,7 +126,9 @@ class RankStep:
         elif self._exchange is not None:
             # A plain mean stays on the device (NCCL); codecs and the order of the sum on the CPU need the host.
             device = self._weights.device if self._exchange.plain_mean else torch.device("cpu")
-            room = torch.empty(max(bucket.stop - bucket.start for bucket in self._exchange.buckets), device=device)
+            room = torch.empty(
+                max(bucket.stop - bucket.start for bucket in self._exchange.buckets), device=device, dtype=torch.float32
+            )
             for place, bucket in enumerate(self._exchange.buckets):
                 own = read_gradient(self.gradients, bucket.intervals, room)
                 write_gradient(self.gradients, *self._exchange.mean(place, own, number))

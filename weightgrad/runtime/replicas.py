@@ -153,7 +153,7 @@ class ReplicaExchange:
         return parts[turn] if turn < len(parts) else Intervals(())
 
     def _read(self, intervals: Intervals) -> Tensor:
-        return self._weights.read(intervals, torch.empty(intervals.numel)).contiguous()
+        return self._weights.read(intervals, torch.empty(intervals.numel, dtype=torch.float32)).contiguous()
 
 
 def _to_bytes(segments: Sequence[Segment]) -> Tensor:

@@ -112,7 +112,7 @@ class ServerGroup:
 
     def receive_tensor(self, source: int, numel: int) -> torch.Tensor:
         """Receive so many float32 values from another process."""
-        found = torch.empty(numel)
+        found = torch.empty(numel, dtype=torch.float32)
         dist.recv(found, src=source, tag=_VALUES)
         return found
 

@@ -229,7 +229,7 @@ class ServerProcess:
         source = OptimizerSpec.parse(told) if told and not elsewhere else None
         model = GlobalModel(
             layout,
-            torch.zeros(served.numel),
+            torch.zeros(served.numel, dtype=torch.float32),
             optimizer=source,
             rate=_no_learning_rate,
             held=served,

@@ -7,6 +7,7 @@ counted, and a round starts or ends if the strategy says it is time. Between rou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.runtime.checkpoint_files import newest_version
 from weightgrad.runtime.entry import Entry
+from weightgrad.runtime.host_tensors import on_host
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
 from weightgrad.runtime.model_listeners import ModelListeners
 from weightgrad.runtime.named_calls import NamedCalls
@@ -27,6 +29,8 @@ from weightgrad.runtime.progress_log import show_by_default
 from weightgrad.runtime.script_end import ScriptEnd
 from weightgrad.runtime.site_training import SiteTraining
 from weightgrad.runtime.user_model import UserModel
+
+log = logging.getLogger("weightgrad")
 
 Model = TypeVar("Model")
 UserOptimizer = TypeVar("UserOptimizer")
@@ -220,6 +224,7 @@ class Site:
             models, optimizers, given = calls.take()
             self._enter(models, optimizers, **{**_DEFAULTS, **given})
 
+    @on_host()
     def _enter(
         self,
         model: Any,
@@ -275,6 +280,7 @@ class Site:
         """The site's event log, on rank 0 of a site with a `state` directory."""
         return self._entry.events if self._entry is not None else None
 
+    @on_host()
     def digest(self) -> str:
         """A fingerprint of the site's global model, the one that the server logs after a round; called on every rank.
 
@@ -288,6 +294,7 @@ class Site:
             raise StrategyError("the site has no global model before prepare()")
         return self._training.digest()
 
+    @on_host()
     def state_dict(self) -> dict[str, Any]:
         """The state of the site, for a checkpoint of your own beside `model.state_dict()`; called on every rank.
 
@@ -356,6 +363,7 @@ class Site:
         if self._training is not None:
             self._training.note(loss)
 
+    @on_host()
     def new_epoch(self) -> None:
         """Say that an epoch has ended, on every rank: the dynamic significance threshold follows the learning rate.
 
@@ -366,6 +374,7 @@ class Site:
 
     # -- the end ----------------------------------------------------------------------------
 
+    @on_host()
     def leave(self, *, flush: bool = True) -> None:
         """End the training of this site; called on every rank.
 
@@ -378,7 +387,7 @@ class Site:
             flush: False sends nothing: what was not shared is lost to the others, and `leave` returns sooner.
 
         Raises:
-            StrategyError: The model was loaded with other weights since the last step.
+            StrategyError: The model has other weights than the last step has left.
             RefusedError: The server has ended the session.
             CheckpointError: The last checkpoint could not be written.
         """
@@ -388,6 +397,14 @@ class Site:
             self._calls.take()
             self._calls = None
         if self._training is None or self._listeners is None:
+            self._abandon()
+            return
+        if self._listeners.interrupted:
+            log.warning(
+                "%s leaves with the weights that it has: a step has ended in the middle, and what was not shared is "
+                "lost. The other sites go on with the global model",
+                self.name,
+            )
             self._abandon()
             return
         self._listeners.end_steps()
@@ -400,6 +417,7 @@ class Site:
         if self._entry is not None:
             self._entry.close()
 
+    @on_host()
     def _abandon(self) -> None:
         """Leave without the residual and without the other ranks: before `prepare`, and after an error."""
         if self._left:

@@ -84,7 +84,7 @@ class SiteDeparture:
         """All weights of this rank, by name."""
         layout, weights = self._model.layout, self._model.weights
         weights.begin()
-        flat = weights.read(Intervals.whole(layout.numel), torch.empty(layout.numel))
+        flat = weights.read(Intervals.whole(layout.numel), torch.empty(layout.numel, dtype=torch.float32))
         found = {slot.name: slot.of(flat).clone() for slot in layout.slots}
         weights.end(changed=False)
         return found

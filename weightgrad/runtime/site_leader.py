@@ -82,11 +82,12 @@ class SiteLeader:
 
     # -- the beginning ----------------------------------------------------------------------
 
-    def join(self, digest: int | None) -> None:
+    def join(self, digest: int | None, *, known: bool = False) -> None:
         """Join, and wait until the site may train.
 
         Args:
             digest: Of the site's weights; None if it goes on from a checkpoint.
+            known: Whether those are the weights with which it has left before, in this process.
 
         Raises:
             RefusedError: The server has ended the session.
@@ -102,7 +103,7 @@ class SiteLeader:
         self.wait_until_unblocked()
         self._work.steps = coordinator.progress.step
         log.info("%s joins with global model version %d", coordinator.name, coordinator.version)
-        if digest is not None and coordinator.full_downloads:
+        if digest is not None and coordinator.full_downloads and not known:
             log.warning(
                 "%s: the model has the weights of the global model, version %d, and not those that it had before "
                 "prepare(). To begin from others, load them at the site that starts first: they become the global one",

@@ -25,7 +25,7 @@ from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import WeightGradError
 from weightgrad.event_log import EventLog
 from weightgrad.kernels.noise import derive
-from weightgrad.runtime import sparse_gradients
+from weightgrad.runtime import left_weights, sparse_gradients
 from weightgrad.runtime.admission_messages import AdmissionReply
 from weightgrad.runtime.checkpoint_files import newest_step
 from weightgrad.runtime.device_state import check_local_server
@@ -104,8 +104,6 @@ class SiteTraining:
             None if options.state is None else SiteCheckpoint(options.state, self.name, group, self._state)
         )
         """Writes checkpoints, where `join` was given a directory."""
-        if options.state is not None:
-            self.checkpoint = SiteCheckpoint(options.state, self.name, group, self._state)
         if connection.server_watch is not None:
             connection.server_watch.kept = self._what_is_kept
 
@@ -197,8 +195,8 @@ class SiteTraining:
             self.connection.send_model()
         if self.leader is not None:
             self._say_what_does_not_apply()
-            leader = self.leader
-            leader.lead(lambda: leader.join(digest))
+            leader, known = self.leader, left_weights.are_known(self._model.weights.parameters, digest)
+            leader.lead(lambda: leader.join(digest, known=known))
             self._progress = ProgressLog(self.name, self, self.steps)
         else:
             self._work.follow()
@@ -219,9 +217,11 @@ class SiteTraining:
         """This rank's weights for one server process."""
         own = self._model.weights.held & served
         if isinstance(self.shard, UpdateShard):
-            vector = gather(self.shard.global_model.cpu(), self.shard.held, own, torch.empty(own.numel))
+            vector = gather(
+                self.shard.global_model.cpu(), self.shard.held, own, torch.empty(own.numel, dtype=torch.float32)
+            )
         else:
-            vector = self._model.weights.read(own, torch.empty(own.numel))
+            vector = self._model.weights.read(own, torch.empty(own.numel, dtype=torch.float32))
         cut = pieces.cut(own, self._model.layout, per_tensor=False)
         return list(model_parts(0, [("weights", segments_of(vector, own, cut))]))
 
@@ -371,6 +371,7 @@ class SiteTraining:
             self._progress.tell_trackers(self.steps, self.coordinator.version, self.coordinator.schedule.current)
         departure = SiteDeparture(self._work, self._group, self.connection, self._model, self.rank_step)
         departure.show_global_model()
+        left_weights.remember(self._model.weights.parameters, self._group.whole_sum(self._model.digest()))
         if self.checkpoint is not None:
             self.checkpoint.write(self.steps, self.coordinator)
             self.checkpoint.wait()

@@ -13,7 +13,8 @@ torch calls a hook before and one after each `optimizer.step()`. Three things th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weightgrad.errors import StrategyError
+from weightgrad.runtime.host_tensors import on_host
 from weightgrad.runtime.named_models import OptimizerSteps
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.site_training import SiteTraining
@@ -40,6 +42,7 @@ class StepHooks:
         training: What is told of each step.
         group: The ranks of the site.
         watches: Called before each step; each raises if the model is not what it was.
+        stepped: Called after each step.
         wrapper: What the user has handed over, if that is not the optimizer itself.
     """
 
@@ -50,12 +53,15 @@ class StepHooks:
         training: SiteTraining | OptimizerSteps,
         group: SiteGroup,
         watches: tuple[Callable[[], None], ...] = (),
+        stepped: Callable[[], None] = lambda: None,
         wrapper: Any = None,
     ) -> None:
         self._optimizer, self._site, self._training, self._group = optimizer, site, training, group
-        self._watches, self._wrapper = watches, wrapper
+        self._watches, self._stepped, self._wrapper = watches, stepped, wrapper
         self.active = True
         """Whether the site has not left."""
+        self._broken = False  # something was raised in the middle of a round
+        self._moving = False  # the optimizer moves parameters by a gradient that the others have, too
         self._skipped = False  # the scaler has found gradients that are not finite
         self._closure_waits = False  # the optimizer has a closure that it has not called yet
         self._scales_itself = bool(getattr(optimizer, _SCALES, False))
@@ -93,6 +99,29 @@ class StepHooks:
         if not self._scales_itself:
             self._optimizer.__dict__.pop(_SCALES, None)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a step has ended in the middle, by Ctrl-C perhaps, so that nobody knows what the others have."""
+        return self._broken or self._moving
+
+    @on_host()
+    def _exchange(self) -> bool:
+        """Exchange; whether there is a gradient to step with."""
+        with self._unless_it_breaks():
+            goes_on = self._training.before_step()
+        self._moving = goes_on and self._training.strategy.shares == "gradients"
+        return goes_on
+
+    @contextmanager
+    def _unless_it_breaks(self) -> Iterator[None]:
+        try:
+            yield
+        except StrategyError:  # a refusal, before anything was done
+            raise
+        except BaseException:
+            self._broken = True
+            raise
+
     # -- before a step ------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -103,6 +132,11 @@ class StepHooks:
             raise StrategyError(
                 "the site has left; an optimizer.step() after leave() would train alone. To go on in the run, join and "
                 "prepare again; to train alone, make another optimizer"
+            )
+        if self.interrupted:
+            raise StrategyError(
+                f"a step of site {self._site} has ended in the middle, and what the other sites have of it is not "
+                "known: leave(), join again and prepare()"
             )
         for watch in self._watches:
             watch()
@@ -115,7 +149,7 @@ class StepHooks:
             return args, {**kwargs, "closure": self._exchanging(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._exchanging(args[1]), *args[2:]), kwargs
-        if self._training.before_step():
+        if self._exchange():
             return None
         return (_without_parameters(optimizer), *args[1:]), kwargs
 
@@ -131,7 +165,7 @@ class StepHooks:
                 )
             loss = closure()
             self._closure_waits = False
-            if not self._training.before_step():
+            if not self._exchange():
                 for group in self._optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
@@ -147,7 +181,9 @@ class StepHooks:
         scale = optimizer.__dict__.get("grad_scale")
         # Nobody below may unscale again: torch hands the two on to fused kernels, and others refuse them.
         optimizer.__dict__["found_inf"] = optimizer.__dict__["grad_scale"] = None
-        if self._group.maximum(int(float(found) > 0)):
+        with on_host():
+            skips = self._group.maximum(int(float(found) > 0))
+        if skips:
             return True
         if scale is not None:
             self._unscale(optimizer, torch.as_tensor(scale))
@@ -187,7 +223,10 @@ class StepHooks:
             raise StrategyError(
                 f"{type(optimizer).__name__} has not called the closure that it was given, and has stepped alone"
             )
-        self._training.after_step()
+        self._moving = False
+        with on_host(), self._unless_it_breaks():
+            self._training.after_step()
+            self._stepped()
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:

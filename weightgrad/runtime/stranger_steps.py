@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 
 
@@ -24,10 +25,19 @@ class StrangerSteps:
         site: The name of the site, for errors.
         known: The optimizers that the site listens to.
         parameters: What no other optimizer may step.
+        strategy: The strategy of the run.
     """
 
-    def __init__(self, site: str, known: Sequence[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, site: str, known: Sequence[Optimizer], parameters: Iterable[nn.Parameter], strategy: Strategy
+    ) -> None:
         self._site = site
+        self._first = (
+            f"take a strategy that shares updates, such as diloco: {strategy.name} shares gradients, and all sites "
+            "keep the optimizer with which the run began. Then "
+            if strategy.shares == "gradients"
+            else ""
+        )
         self._known = {id(one) for one in known}
         self._parameters = {id(one) for one in parameters}
         self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
@@ -40,8 +50,8 @@ class StrangerSteps:
             raise StrategyError(
                 f"{type(optimizer).__name__} steps parameters, and is an optimizer that prepare() was not given: site "
                 f"{self._site} trains them, and the other sites would never see its steps. To change the learning rate "
-                "or other options, change those of the prepared optimizer; to go on with another optimizer, leave(), "
-                "join again, and prepare() the model with it"
+                "or other options, change those of the prepared optimizer; to go on with another optimizer, "
+                f"{self._first}leave(), join again, and prepare() the model with it"
             )
 
     def remove(self) -> None:

@@ -48,7 +48,7 @@ class TrainedModel:
         total = 0
         self.weights.begin()
         for piece in pieces.cut(self.weights.held, self.layout, per_tensor=False):
-            values = self.weights.read(piece.intervals, torch.empty(piece.numel))
+            values = self.weights.read(piece.intervals, torch.empty(piece.numel, dtype=torch.float32))
             total += digest_of(values.contiguous(), piece.intervals)
         self.weights.end(changed=False)
         return total % 2**64

@@ -100,7 +100,7 @@ class UserReplica:
         self._gradients.begin()
         for segment in self._memory.arrive(segments):
             own = segment.intervals & self._gradients.available
-            values = torch.zeros(own.numel, device=self._memory.device)
+            values = torch.zeros(own.numel, device=self._memory.device, dtype=torch.float32)
             segment.into(values, fixed.STORE, own)
             write_gradient(self._gradients, own, values)
         if not inside:
@@ -190,18 +190,20 @@ class UserReplica:
 
     def weights(self, intervals: Intervals) -> Tensor:
         """Some weights."""
-        return self._weights.read(intervals, torch.empty(intervals.numel, device=self._memory.device))
+        return self._weights.read(
+            intervals, torch.empty(intervals.numel, device=self._memory.device, dtype=torch.float32)
+        )
 
     def load(self, name: str, segment: Segment) -> None:
         """Store weights at once, and keep the optimizer's vectors until all of them are here."""
         held = self._weights.held
         if name == "weights":
-            values = torch.zeros((segment.intervals & held).numel)
+            values = torch.zeros((segment.intervals & held).numel, dtype=torch.float32)
             segment.into(values, fixed.STORE, segment.intervals & held)
             self._weights.write(segment.intervals & held, values)
             return
         if name not in self._incoming:
-            self._incoming[name] = torch.zeros(held.numel)
+            self._incoming[name] = torch.zeros(held.numel, dtype=torch.float32)
         segment.into(self._incoming[name], fixed.STORE, held)
 
     def end_load(self, scalars: Mapping[str, Tensor], version: int, step: int) -> None:

@@ -122,7 +122,7 @@ class Segment:
         if place is not None and share == 1:
             decode_into(self.payload, vector[place], mode)
             return
-        values = torch.empty(self.payload.numel, device=vector.device)
+        values = torch.empty(self.payload.numel, device=vector.device, dtype=torch.float32)
         decode_into(self.payload, values, fixed.STORE)
         if share != 1:
             values.mul_(share)
@@ -372,7 +372,7 @@ def check_download_codec(spec: str) -> Codec:
     if not spec.isascii() or not 1 <= len(spec) <= MAX_TEXT_BYTES:
         raise SpecError(f"the codec {spec[:40]!r}; wanted 1 to {MAX_TEXT_BYTES} ASCII characters, such as qsgd(bits=8)")
     codec = codecs.parse(spec)
-    if codec.init(torch.zeros(1)):
+    if codec.init(torch.zeros(1, dtype=torch.float32)):
         raise SpecError(
             f"{codec} keeps a memory from round to round, and a download is sent once; take a codec without memory, "
             "such as qsgd(bits=8) or bf16"

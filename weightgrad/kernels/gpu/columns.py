@@ -111,7 +111,7 @@ def onebit(
         start, height = tile * grid.tile * grid.cols, min(grid.tile, grid.rows - tile * grid.tile)
         stop = start + height * grid.cols
         lines = -(-(stop - start) // (32 * width))
-        sums = torch.empty(2, lines, width, device=x.device)
+        sums = torch.empty(2, lines, width, device=x.device, dtype=torch.float32)
         counts = torch.empty(lines, width, dtype=torch.int32, device=x.device)
         _lines[(lines, -(-width // LANES))](h, start, stop, width, sums, counts, lines, lanes=LANES)
         means[tile] = means_of(sums, counts.sum(0), height, grid)

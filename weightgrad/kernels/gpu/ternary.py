@@ -83,7 +83,7 @@ def ternary(x: Tensor, residual: Tensor | None, scale: float, key: int, codes: T
     n = x.numel()
     if not n:
         return
-    rule = fixed.ruler(torch.full((1,), scale), 1)
+    rule = fixed.ruler(torch.full((1,), scale, dtype=torch.float32), 1)
     second = x if residual is None else residual
     low, high = halves(key)
     _ternary[_grid(n)](
