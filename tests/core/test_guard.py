@@ -318,6 +318,21 @@ def test_in_any_rounds_a_site_adds_less_than_the_others_together(norm: float, cl
         assert counted(Guard(), rounds, claims=claims, a=1.0, b=1.0, c=norm) <= CREDIT["updates"] + 1.5 * rounds
 
 
+def test_a_site_may_add_as_much_as_it_is_declared_to_be_large() -> None:
+    """Two sites of one worker, and one of eight, which claims as many samples."""
+    norms = dict.fromkeys("abc", 1.0)
+    assert counted(Guard(), 100, claims=8.0, **norms) < 200
+    assert counted(Guard(sizes={"a": 1, "b": 1, "c": 8}), 100, claims=8.0, **norms) == 800
+    for claims in (24.0, 80.0):
+        assert counted(Guard(sizes={"a": 1, "b": 1, "c": 8}), 100, claims=claims, **norms) <= 8 * 152
+
+
+@pytest.mark.parametrize("size", [0, -1.0, math.nan, "two"])
+def test_a_size_that_makes_no_sense(size: Any) -> None:
+    with pytest.raises(StrategyError, match="the size of tokyo"):
+        Guard(sizes={"tokyo": size})
+
+
 def test_more_sites_may_differ_more() -> None:
     norms: dict[str, Any] = dict.fromkeys("abdefghi", 1.0)
     assert counted(Guard(), 100, c=5.9, **norms) == pytest.approx(590.0), "eight others add more than 0.75 * 8"

@@ -72,6 +72,6 @@ def test_the_budget_holds_whatever_one_site_says_of_its_steps() -> None:
                 step = lie if site == "mallory" else HONEST.step_seconds
                 one.observe(site, Report(step, trip_seconds=0.02), 0.3, 10**5)
             one.decide(SITES)
-        return len(SITES) * one._nbytes(one.density) / (one.now.schedule.every * HONEST.step_seconds)
+        return len(SITES) * one._nbytes(one.encoding) / (one.now.schedule.every * HONEST.step_seconds)
 
     assert bytes_a_second(1e8) <= MOST_STEP * bytes_a_second(HONEST.step_seconds)

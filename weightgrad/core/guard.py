@@ -23,7 +23,8 @@ them have pushed in this round, but at least two, and d the site's debt, `NEW` o
 
     d <- max(0, d + c / C - share * k),    and d <= CREDIT
 
-A push that would make the debt larger than CREDIT counts only in part. Of a site whose debt is at CREDIT, no push that
+Weights count by the size that the operator has declared for a site (`sizes`), so a site of eight workers beside two of
+one is not held for a liar. A push that would make the debt larger than CREDIT counts only in part. Of a site whose debt is at CREDIT, no push that
 adds more than its share counts for more than C, and one of more than 2 C is refused. So in any R rounds one site adds
 at most (CREDIT + share * k * R) C, and while share < 1 the others together add more in the long run, whatever the site
 claims to weigh. A site whose last push comes first may add FINAL C with it; the others are then compared with that,
@@ -42,7 +43,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -95,15 +96,27 @@ class Guard:
         factor: how many times larger than usual a push may be.
         window: how many accepted pushes of a site are remembered.
         share: how much a site may add in the long run, as a share of what the others add together.
+        sizes: by site, how many times as large as others its operator declares it to be, such as its workers. A site
+            that is declared twice as large may add twice as much. 1 where nothing is declared.
     """
 
-    def __init__(self, factor: float = 20.0, window: int = 20, share: float = 0.75) -> None:
+    def __init__(
+        self,
+        factor: float = 20.0,
+        window: int = 20,
+        share: float = 0.75,
+        *,
+        sizes: Mapping[str, float] | None = None,
+    ) -> None:
         check("guard", "factor", factor, 1, 1e9)
         check("guard", "window", window, 1, 10**6, whole=True)
         check("guard", "share", share, 0.5, 1e9)
         self._factor = factor
         self._window = window
         self._share = share
+        self._sizes = dict(sizes or {})
+        for site, size in self._sizes.items():
+            check("guard", f"the size of {site}", size, 1e-6, 1e6)
         self._norms: dict[str, deque[float]] = {}
         self._weights: dict[str, float] = {}  # of each site's last push
         self._debts: dict[str, float] = {}
@@ -139,6 +152,7 @@ class Guard:
         Returns:
             Which pushes are refused or limited.
         """
+        pushes = [replace(one, weight=one.weight / self._sizes.get(one.push.site, 1.0)) for one in pushes]
         now: dict[str, float] = {}
         for one in pushes:
             now[one.push.site] = max(one.norm, now.get(one.push.site, 0.0))

@@ -152,7 +152,7 @@ def serve(
             state=own,
             out=out,
             until_finished=until_finished,
-            guard=Guard(factor=refuse_norm, share=most_share) if refuse_norm > 0 else None,
+            guard=Guard(factor=refuse_norm, share=most_share, sizes=_sizes(served)) if refuse_norm > 0 else None,
             advertise=tuple(advertise.split(",")) if advertise is not None else None,
             max_parameters=max_parameters,
             first_site=first_site,
@@ -171,6 +171,11 @@ def serve(
             monitor.stop()
         if events is not None:
             events.close()
+
+
+def _sizes(served: Recipe | SiteList) -> dict[str, float]:
+    """How large each site is: its workers, where the recipe says how many it has."""
+    return {site.name: float(site.workers) for site in served.site_list} if isinstance(served, Recipe) else {}
 
 
 def _served(
