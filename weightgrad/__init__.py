@@ -20,7 +20,8 @@ from weightgrad.errors import WeightGradError
 
 if TYPE_CHECKING:
     from weightgrad.quantized import load_packed, load_quantized, save_quantized
-    from weightgrad.runtime.session import Site, join
+    from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 __version__ = importlib.metadata.version("weightgrad")
 
@@ -42,9 +43,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load what is not always needed on first use: importing gRPC takes a while."""
     if name in ("Site", "join"):
-        from weightgrad.runtime import session
+        from weightgrad.runtime import join, session
 
-        return getattr(session, name)
+        return join.join if name == "join" else session.Site
     if name in ("load_packed", "load_quantized", "save_quantized"):
         from weightgrad import quantized
 

@@ -30,9 +30,10 @@ from weightgrad.errors import StrategyError
 from weightgrad.lab.bench import gpu_check, gpu_steps
 from weightgrad.runtime import device_copies
 from weightgrad.runtime.device_copies import DeviceCopies
+from weightgrad.runtime.join import join
 from weightgrad.runtime.module_weights import ModuleWeights
 from weightgrad.runtime.named_parameter import NamedParameter
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.session import Site
 from weightgrad.runtime.weights_snapshot import WeightsSnapshot
 from weightgrad.wire.intervals import Intervals
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.runtime.user_sites import Meet, backward, flat, network, run_sites
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 from .documented_scripts import run_two_processes
 

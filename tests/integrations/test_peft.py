@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.runtime.user_sites import STEPS, Meet, batch, flat, run_sites, seeded, served
 from weightgrad.errors import RefusedError
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 peft = pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)", exc_type=ImportError)
 

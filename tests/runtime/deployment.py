@@ -35,10 +35,10 @@ from weightgrad.lab.run.launch import Popen, Processes, commands, free_port, pre
 from weightgrad.lab.run.model_file import read_global_model
 from weightgrad.lab.run.simulation import optimizer_options, rate_of
 from weightgrad.lab.run.task import Training
+from weightgrad.runtime.join import join
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.server import GlobalServer, ServeOptions
-from weightgrad.runtime.session import join
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 from weightgrad.wire.intervals import Intervals
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from weightgrad.core.strategies import find
 from weightgrad.lab.chaos.hostile_site import HostileSite
+from weightgrad.runtime.join import join
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.session import join
 
 from .deployment import PATIENCE_S, Hub
 from .test_refusals import LAYOUT, model

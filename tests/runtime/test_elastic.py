@@ -23,8 +23,9 @@ from weightgrad.lab.run.deployment import train
 from weightgrad.lab.run.launch import Processes
 from weightgrad.lab.run.simulation import simulate
 from weightgrad.lab.run.task import Training
+from weightgrad.runtime.join import join
 from weightgrad.runtime.security import certificates
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.session import Site
 
 from .deployment import PATIENCE_S, Hub, Runner, digest_text, finish, model_of, read_checkpoint, tiny
 from .transport.grpc_harness import proxy

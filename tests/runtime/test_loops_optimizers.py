@@ -19,7 +19,8 @@ from weightgrad.core import optimizer_spec
 from weightgrad.core.optimizer_spec import OptimizerSpec, allow_optimizer
 from weightgrad.errors import RefusedError, StrategyError
 from weightgrad.lab.run.deployment import run_config
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 from weightgrad.runtime.user_optimizer import unwrap_optimizer
 
 from .deployment import PATIENCE_S, Hub, tiny

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from weightgrad.errors import RefusedError, StrategyError
 from weightgrad.lab.run.deployment import run_config
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 from .deployment import Hub, tiny
 from .user_sites import NAMES, Meet, UserScript, flat, run_sites, seeded, served

@@ -25,12 +25,13 @@ from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError, RefusedError
 from weightgrad.runtime.admission_messages import rank_reply
 from weightgrad.runtime.entry import Entry
+from weightgrad.runtime.join import join
 from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import GlobalServer, ServeOptions
 from weightgrad.runtime.server_entry import rank_request
 from weightgrad.runtime.server_link import ServerLink
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.session import Site
 from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork
 from weightgrad.runtime.transport.in_memory_client import InMemoryClient

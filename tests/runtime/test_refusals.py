@@ -31,12 +31,13 @@ from weightgrad.core.strategies import find
 from weightgrad.errors import CredentialsError, LinkError, RefusedError, StrategyError
 from weightgrad.lab.run.launch import free_port
 from weightgrad.runtime.admission_messages import AdmissionRequest, RankRequest
+from weightgrad.runtime.join import join
 from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.session import Site
 from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_server import GrpcServer

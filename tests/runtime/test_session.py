@@ -12,7 +12,8 @@ from torch import nn
 
 from weightgrad.errors import LinkError, StrategyError
 from weightgrad.lab.run.launch import free_port
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 from .deployment import PATIENCE_S, Hub, tiny
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weightgrad.lab.run.deployment import run_config
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 from .deployment import PATIENCE_S, Hub, tiny
 

@@ -24,11 +24,12 @@ them have pushed in this round, but at least two, and d the site's debt, `NEW` o
     d <- max(0, d + c / C - share * k),    and d <= CREDIT
 
 Weights count by the size that the operator has declared for a site (`sizes`), so a site of eight workers beside two of
-one is not held for a liar. A push that would make the debt larger than CREDIT counts only in part. Of a site whose debt is at CREDIT, no push that
-adds more than its share counts for more than C, and one of more than 2 C is refused. So in any R rounds one site adds
-at most (CREDIT + share * k * R) C, and while share < 1 the others together add more in the long run, whatever the site
-claims to weigh. A site whose last push comes first may add FINAL C with it; the others are then compared with that,
-too. When all others have finished, nobody can make good what a site does: one that is in debt then stays in debt.
+one is not held for a liar. A push that would make the debt larger than CREDIT counts only in part. Of a site whose debt
+is at CREDIT, no push that adds more than its share counts for more than C, and one of more than 2 C is refused. So in
+any R rounds one site adds at most (CREDIT + share * k * R) C, and while share < 1 the others together add more in the
+long run, whatever the site claims to weigh. A site whose last push comes first may add FINAL C with it; the others are
+then compared with that, too. When all others have finished, nobody can make good what a site does: one that is in debt
+then stays in debt.
 
 An account says nothing of a push that adds nothing. But a mean is divided by the weights of all pushes: so with n sites
 none weighs more than 2 share (n - 1) times as much as the upper median of the others, whatever it pushes.

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 if TYPE_CHECKING:
     RunConfig: TypeAlias = Any

@@ -6,7 +6,8 @@ from typing import Any
 
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 try:
     from transformers import TrainerCallback

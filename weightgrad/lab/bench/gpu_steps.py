@@ -22,7 +22,8 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from weightgrad.lab.models.gpt import Gpt
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.join import join
+from weightgrad.runtime.session import Site
 
 SIZES: dict[str, dict[str, int]] = {
     "124m": {"classes": 50257, "context": 1024, "width": 768, "layers": 12, "heads": 12},

@@ -19,8 +19,9 @@ from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.recipes.site_list import SiteList
 from weightgrad.lab.run.simulation import chosen_strategy, compute_of, fitted_strategy, optimizer_options, rate_of
 from weightgrad.lab.run.task import Training
+from weightgrad.runtime.join import join
 from weightgrad.runtime.run_config import RunConfig
-from weightgrad.runtime.session import Site, join
+from weightgrad.runtime.session import Site
 
 _MOST_RATE = 100.0  # times the recipe's learning rate, at most, is what a site may state
 
