@@ -21,7 +21,7 @@ from weightgrad.errors import WeightGradError
 if TYPE_CHECKING:
     from weightgrad.quantized import load_packed, load_quantized, save_quantized
     from weightgrad.runtime.join import join
-from weightgrad.runtime.session import Site
+    from weightgrad.runtime.session import Site
 
 __version__ = importlib.metadata.version("weightgrad")
 
