@@ -37,7 +37,9 @@ STRATEGIES = (
 )  # fmt: skip
 NUMEL = 146
 TRITON = {  # strategies, and kernels that must have worked for the site
+    "diloco, every: 4, up: qsgd(bits=4), down: qsgd(bits=4)": "_norms _quantize _dequantize",
     "sparseloco, every: 4": "_count _list _low _scatter",
+    "terngrad": "_ternary",
 }
 
 
