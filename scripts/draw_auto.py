@@ -32,7 +32,7 @@ _BOXES = [  # x, y, width, class, lines; the first line is bold
         230,
         220,
         "row",
-        ("updates, seldom and dense", "largest 20 % every 10 steps, 2 bits", "global model + residual"),
+        ("updates, seldom and dense", "largest 10 % every 10 steps, 2 bits", "global model + residual"),
     ),
     (
         490,

@@ -438,7 +438,7 @@ ADAM = find("auto").with_optimizer("adamw", near=False).auto
 
 @pytest.mark.parametrize(
     ("bit_s", "every", "density"),
-    [(100e6, 10, 0.2), (4e6, 10, 0.2), (2e6, 10, 0.05), (1e6, 10, 0.025), (0.1e6, 40, 0.0125)],
+    [(100e6, 10, 0.1), (4e6, 10, 0.1), (2e6, 10, 0.025), (1e6, 10, 0.0125), (0.1e6, 40, 0.0125)],
 )
 def test_a_line_carries_what_hides(bit_s: float, every: int, density: float) -> None:
     assert isinstance(ADAM, Auto)

@@ -59,7 +59,7 @@ _AGREE = 0.6  # when this part of the signs is the same, they no longer do
 _ALIKE = 0.9  # when this part is the same, the sites pull the same way
 _STILL_ALIKE = 0.8  # until it is less than this
 _PROBE = 2.5  # times the usual density in the first round: two sizes tell delay from speed
-_MOST_PROBED = 0.125  # of the entries, on a line of which nothing is known
+_MOST_PROBED = 0.25  # of the entries, on a line of which nothing is known
 
 
 @part("controller", "fixed")
