@@ -198,7 +198,9 @@ class Reader:
 
     def report(self) -> tuple[float, int, float, float]:
         step, round_, duration, trip = self.unpack("<dIdd")
-        return positive(step), round_, positive(duration), positive(trip)
+        times = (step, duration, trip)
+        require(all(0 <= one <= 1e9 for one in times), "ProtocolError", "a time of a report")
+        return step, round_, duration, trip
 
     def schedule(self) -> tuple[int, int, str]:
         every, overlap, length = self.unpack("<IIB")

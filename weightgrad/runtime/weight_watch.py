@@ -4,7 +4,8 @@ There every replica makes its weights by the same steps. What a script writes in
 replica has: clipped weights (WGAN), a layer that is made anew, the rows that `nn.Embedding(max_norm=...)` shortens in
 its forward pass. Sites would drift apart, or the server's model from theirs, without a word. So digests of the weights
 after a step and before the next one are compared: at the first steps, and then as often as costs about 2^20 elements a
-step.
+step. Weights on a device are not watched: that would copy them, and wait for the device, at steps that cost nothing
+else.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class WeightWatch:
     """
 
     def __init__(self, shared: Sequence[NamedParameter], strategy: str) -> None:
-        self._shared, self._strategy = shared, strategy
-        self._every = 1 + sum(one.parameter.numel() for one in shared) // _ELEMENTS
+        self._shared = [one for one in shared if one.parameter.device.type == "cpu"]
+        self._strategy = strategy
+        self._every = 1 + sum(one.parameter.numel() for one in self._shared) // _ELEMENTS
         self._steps = 0
         self._left: list[int] | None = None
 

@@ -34,7 +34,7 @@ def scenario(recipe: Recipe) -> Scenario:
     return of_recipe(recipe, Training(recipe).layout, {})
 
 
-@pytest.mark.parametrize("name", ["baseline", "qsgd", "ahead", "diloco", "streaming", "auto"])
+@pytest.mark.parametrize("name", ["baseline", "qsgd", "ahead", "diloco", "streaming"])
 def test_time_and_bytes_are_the_simulators(name: str, recipe: Recipe, scenario: Scenario, tmp_path: Path) -> None:
     run = simulate(recipe.with_settings([f"strategy={name}"]), tmp_path)
     found = predict(scenario, strategies.find(name))
@@ -42,7 +42,7 @@ def test_time_and_bytes_are_the_simulators(name: str, recipe: Recipe, scenario: 
     assert found.wan_bytes == pytest.approx(run["wan_bytes"], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["adaptive", "gaia", "weightgrad", "weightgrad-paper", "sparseloco"])
+@pytest.mark.parametrize("name", ["adaptive", "auto", "gaia", "weightgrad", "weightgrad-paper", "sparseloco"])
 def test_what_depends_on_the_data_lies_in_the_range(
     name: str, recipe: Recipe, scenario: Scenario, tmp_path: Path
 ) -> None:
