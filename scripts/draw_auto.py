@@ -25,14 +25,14 @@ _BOXES = [  # x, y, width, class, lines; the first line is bold
         230,
         220,
         "row",
-        ("updates, often and sparse", "largest 1 to 5 % every 4 steps, signs", "global model + 1/4 of the residual"),
+        ("updates, often and sparse", "1 to 5 % every 4 steps, signs", "global model + 1/4 residual"),
     ),
     (
         250,
         230,
         220,
         "row",
-        ("updates, seldom and dense", "largest 10 % every 10 steps, 2 bits", "global model + residual"),
+        ("updates, seldom and dense", "10 % every 10 steps, 2 bits", "global model + residual"),
     ),
     (
         490,
