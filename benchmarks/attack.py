@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weightgrad.core.guard import Guard
+from weightgrad.core.server.guard import Guard
 from weightgrad.core.strategies import find
 from weightgrad.lab.chaos.hostile_site import HostileSite
 from weightgrad.machine import measured_on
@@ -29,7 +29,7 @@ from weightgrad.runtime.join import join
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 
 SITES = ("east", "mallory", "west")

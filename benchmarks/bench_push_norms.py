@@ -5,8 +5,8 @@
     python benchmarks/bench_push_norms.py --set 'data.shards={dirichlet: 0.1}'     # different data at the sites
 
 Every strategy runs in the simulator with the guard of a deployment. "used" is by how much the debt of a site grew at
-most: while that is less than the credit (`weightgrad/core/guard.py`), all pushes count in full. The exit code is 1 if
-an update was limited or refused.
+most: while that is less than the credit (`weightgrad/core/server/guard.py`), all pushes count in full. The exit code is
+1 if an update was limited or refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from result_table import ResultTable
 
-from weightgrad.core.guard import CREDIT, Guard, Verdict, Weighed
+from weightgrad.core.server.guard import CREDIT, Guard, Verdict, Weighed
 from weightgrad.core.strategies import available, find
 from weightgrad.event_log import EventLog
 from weightgrad.lab.cli import recipe_argument

@@ -18,7 +18,7 @@ from weightgrad.codecs import Codec
 from weightgrad.core import strategies
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
-from weightgrad.core.server_state import ServerState
+from weightgrad.core.server.state import ServerState
 from weightgrad.kernels import derive
 from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import Push, Segment

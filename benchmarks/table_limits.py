@@ -21,7 +21,7 @@ from result_table import ResultTable
 from table_runs import Cell, Found, Strategy, cells, columns, row_difference, rows, run, table
 from tables import ROOT, Claim, Difference, Document, Options, main, number
 
-from weightgrad.core.controller import Auto
+from weightgrad.core.controller.update_controller import Auto
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.report.comparison_table import seeds_text
 from weightgrad.lab.report.runs import Run

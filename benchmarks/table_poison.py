@@ -24,8 +24,8 @@ from result_table import ResultTable, Row
 
 from weightgrad.codecs import Fp32
 from weightgrad.codecs.registry import decode_into
-from weightgrad.core.guard import Guard
-from weightgrad.core.server_outbox import Outbox
+from weightgrad.core.server.guard import Guard
+from weightgrad.core.server.outbox import Outbox
 from weightgrad.event_log import EventLog
 from weightgrad.kernels import fixed
 from weightgrad.lab.recipes.recipe import Recipe

@@ -4,8 +4,8 @@
     python benchmarks/table_threshold.py                       # digits, five seeds: some minutes of one core
 
 A site sends when its update since the last push is at least G times that of one step (or T steps have gone by), and G
-follows the learning rate and the momentum (`weightgrad/core/triggers.py`). What that is worth is the accuracy of such a
-row less the accuracy of `every(H)` at the same bytes. No H gives exactly the same bytes, so the accuracy is
+follows the learning rate and the momentum (`weightgrad/core/parts/triggers.py`). What that is worth is the accuracy of
+such a row less the accuracy of `every(H)` at the same bytes. No H gives exactly the same bytes, so the accuracy is
 interpolated, seed by seed, between the two nearest rows (linearly in the logarithm of the bytes).
 """
 
@@ -22,7 +22,7 @@ from table_runs import Cell, Found, Strategy, cells, columns, rows, run, table
 from tables import ROOT, Claim, Difference, Document, Options, difference, main, number
 
 from weightgrad.core import parts, strategies
-from weightgrad.core.triggers import Significance
+from weightgrad.core.parts.triggers import Significance
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.report.comparison_table import seeds_text
 from weightgrad.lab.report.runs import Run

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from weightgrad.lab.run.launch import Popen
 
 MODULES = (
-    "weightgrad.cli", "weightgrad.runtime.server", "weightgrad.runtime.session", "weightgrad.lab.run.deployment",
+    "weightgrad.cli", "weightgrad.runtime.server.global_server", "weightgrad.runtime.session",
+    "weightgrad.lab.run.deployment",
     "sklearn.datasets", "torch._dynamo", "torch.distributed.launcher.api",
     "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining",
 )  # fmt: skip

@@ -26,7 +26,7 @@ from weightgrad.core.layout import Layout
 from weightgrad.errors import LinkError, RunError
 from weightgrad.runtime.admission_messages import AdmissionRequest, parse_reply
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.server_entry import rank_request
+from weightgrad.runtime.site.server_entry import rank_request
 from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_settings import channel_options

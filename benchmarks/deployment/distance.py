@@ -1,13 +1,13 @@
 """Distance on one machine.
 
 Where the round trip to the server is a millisecond or two, `auto` exchanges everything after every step
-(`core/near_line.py`). A benchmark on one machine that asks what `auto` costs over a WAN tells its sites that the server
-is far away. Nothing is delayed; only the round trip that sites report is another.
+(`core/controller/near_line.py`). A benchmark on one machine that asks what `auto` costs over a WAN tells its sites that
+the server is far away. Nothing is delayed; only the round trip that sites report is another.
 """
 
 from __future__ import annotations
 
-from weightgrad.runtime.rank_connection import RankConnection
+from weightgrad.runtime.site.rank_connection import RankConnection
 
 TRIP_S = 0.08
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightgrad.runtime.sharded_tensor import flat_local
+from weightgrad.runtime.model.sharded_tensor import flat_local
 
 
 def held_bytes(root: object, excluded: Iterable[Tensor] = (), *, least: int) -> dict[str, int]:

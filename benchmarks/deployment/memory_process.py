@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import weightgrad as wg
 from weightgrad.errors import RunError
 from weightgrad.lab.bench.allocations import Allocations
-from weightgrad.runtime.sharded_tensor import flat_local
+from weightgrad.runtime.model.sharded_tensor import flat_local
 from weightgrad.wire.messages import Segment
 
 LAYERS, BATCH, PLAIN_STEPS = 16, 8, 3

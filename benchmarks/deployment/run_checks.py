@@ -18,7 +18,7 @@ from weightgrad.errors import WeightGradError
 from weightgrad.lab.chaos.verdict import DeploymentAudit, audit_deployment
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.simulation import simulate
-from weightgrad.runtime.checkpoint_files import newest_global_model
+from weightgrad.runtime.checkpoints.checkpoint_files import newest_global_model
 from weightgrad.wire.intervals import Intervals
 
 

@@ -23,12 +23,12 @@ from server_cost import pass_seconds
 
 from weightgrad import codecs
 from weightgrad.core import pieces, strategies
-from weightgrad.core.close_order import ClosedPush, CloseOrder
 from weightgrad.core.layout import Layout
+from weightgrad.core.server.close_order import ClosedPush, CloseOrder
 from weightgrad.kernels import derive
-from weightgrad.runtime import server_storage
-from weightgrad.runtime.server_orders import Begin
-from weightgrad.runtime.server_process import ServerProcess
+from weightgrad.runtime.server import storage as server_storage
+from weightgrad.runtime.server.orders import Begin
+from weightgrad.runtime.server.process import ServerProcess
 from weightgrad.runtime.transport.transport import Application, Outgoing, Peer, ServerTransport, SessionStatus, Traffic
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_bytes import pack

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from weightgrad.cli import main as weightgrad
-from weightgrad.core.close_order import ClosedPart, CloseOrder
-from weightgrad.runtime.shard_server import ShardServer
+from weightgrad.core.server.close_order import ClosedPart, CloseOrder
+from weightgrad.runtime.server.shard_server import ShardServer
 
 
 def keep(directory: Path, every: int) -> None:

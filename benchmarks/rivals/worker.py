@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weightgrad.core import optimizers
-from weightgrad.core.learning_rates import set_rate
+from weightgrad.core.optimizers.learning_rates import set_rate
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.simulation import optimizer_options, rate_of
 from weightgrad.lab.run.task import Training

@@ -28,13 +28,13 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.residual import Residual
 from weightgrad.errors import StrategyError
 from weightgrad.lab.bench import gpu_check, gpu_steps
-from weightgrad.runtime import device_copies
-from weightgrad.runtime.device_copies import DeviceCopies
 from weightgrad.runtime.join import join
-from weightgrad.runtime.module_weights import ModuleWeights
-from weightgrad.runtime.named_parameter import NamedParameter
+from weightgrad.runtime.model import device_copies
+from weightgrad.runtime.model.device_copies import DeviceCopies
+from weightgrad.runtime.model.module_weights import ModuleWeights
+from weightgrad.runtime.model.named_parameter import NamedParameter
+from weightgrad.runtime.model.weights_snapshot import WeightsSnapshot
 from weightgrad.runtime.session import Site
-from weightgrad.runtime.weights_snapshot import WeightsSnapshot
 from weightgrad.wire.intervals import Intervals
 
 DEVICE = torch.device("privateuseone", 0)  # its name until `register` has been called

@@ -12,7 +12,7 @@ from table_threshold import Point, value_at
 from tables import Options
 
 from weightgrad.core import parts
-from weightgrad.core.triggers import Significance
+from weightgrad.core.parts.triggers import Significance
 from weightgrad.errors import RunError
 from weightgrad.lab.run import simulation as train_run
 

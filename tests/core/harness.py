@@ -16,11 +16,11 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
 from weightgrad.core.pieces import Piece
 from weightgrad.core.residual import Residual
-from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_state import Outbox, ServerState
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.server.result_log import MemoryResultLog
+from weightgrad.core.server.state import Outbox, ServerState
+from weightgrad.core.site.state import SiteState
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.core.strategies import Strategy, find
-from weightgrad.core.update_shard import UpdateShard
 from weightgrad.kernels.noise import derive
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Message, Push, Segment

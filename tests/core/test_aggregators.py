@@ -8,9 +8,9 @@ from torch import Tensor
 
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
-from weightgrad.core import aggregators
-from weightgrad.core.aggregators import Aggregator, Contribution, Memory, SenderMean, relayed_shares
 from weightgrad.core.local_model import Scratch
+from weightgrad.core.parts import aggregators
+from weightgrad.core.parts.aggregators import Aggregator, Contribution, Memory, SenderMean, relayed_shares
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed
 from weightgrad.wire.intervals import Intervals

@@ -14,8 +14,8 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Fp32, pack_entries, unpack_entries
 from weightgrad.codecs.sign import Sign
-from weightgrad.core import agreement
-from weightgrad.core.agreement import Agreement, Signs
+from weightgrad.core.controller import agreement
+from weightgrad.core.controller.agreement import Agreement, Signs
 from weightgrad.wire.messages import Segment
 
 NUMEL = 40

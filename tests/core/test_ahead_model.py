@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weightgrad.codecs import Fp32
-from weightgrad.core.ahead_model import AheadModel, OwnPush
 from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.site.ahead_model import AheadModel, OwnPush
 from weightgrad.core.strategies import find
 from weightgrad.errors import StrategyError
 from weightgrad.wire.intervals import Intervals

@@ -10,11 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weightgrad.core import strategies
-from weightgrad.core.agreement import Signs
-from weightgrad.core.controller import Auto, Controller
-from weightgrad.core.encodings import sparse, sparse_bits
-from weightgrad.core.link_fit import LinkFit
-from weightgrad.core.site_schedule import StepTimer, schedule_from_tensor, schedule_to_tensor
+from weightgrad.core.controller.agreement import Signs
+from weightgrad.core.controller.encodings import sparse, sparse_bits
+from weightgrad.core.controller.link_fit import LinkFit
+from weightgrad.core.controller.update_controller import Auto, Controller
+from weightgrad.core.saved_schedule import schedule_from_tensor, schedule_to_tensor
+from weightgrad.core.site.schedule import StepTimer
 from weightgrad.core.strategies import find
 from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.units import bytes_s

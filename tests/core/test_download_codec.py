@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from weightgrad import codecs
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.server_state import ServerState
-from weightgrad.core.shard_orders import LoadOrder
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.server.state import ServerState
+from weightgrad.core.site.shard_orders import LoadOrder
+from weightgrad.core.site.state import SiteState
 from weightgrad.core.strategies import PRESETS, find
 from weightgrad.errors import ProtocolError, SpecError
 from weightgrad.kernels import fixed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weightgrad import codecs, wire
-from weightgrad.core.encodings import EXACT, Encoding, codec_bits, sparse
+from weightgrad.core.controller.encodings import EXACT, Encoding, codec_bits, sparse
 
 NUMEL = 400_000
 

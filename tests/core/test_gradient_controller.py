@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightgrad import codecs
-from weightgrad.core.gradient_controller import CHOICES, GradientController, Gradients
+from weightgrad.core.controller.gradient_controller import CHOICES, GradientController, Gradients
 from weightgrad.core.strategies import find
 from weightgrad.errors import StrategyError
 from weightgrad.wire.sync_schedule import Report

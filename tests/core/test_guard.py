@@ -13,11 +13,11 @@ from torch import Tensor
 from weightgrad import codecs
 from weightgrad.codecs import Payload
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.guard import CREDIT, Guard, Verdict, Weighed
-from weightgrad.core.push_facts import PushFacts
-from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_shard import ServerShard
-from weightgrad.core.server_state import ServerState
+from weightgrad.core.server.guard import CREDIT, Guard, Verdict, Weighed
+from weightgrad.core.server.push_facts import PushFacts
+from weightgrad.core.server.result_log import MemoryResultLog
+from weightgrad.core.server.shard import ServerShard
+from weightgrad.core.server.state import ServerState
 from weightgrad.core.strategies import find
 from weightgrad.errors import NonFiniteError, StrategyError
 from weightgrad.wire.message_sizes import nbytes

@@ -14,10 +14,10 @@ from weightgrad import codecs
 from weightgrad.codecs import Payload
 from weightgrad.core.agreed_numbers import MOST_WEIGHT
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.guard import CREDIT, Guard
-from weightgrad.core.membership import FAULTS, FIRST_ASIDE
-from weightgrad.core.server_state import ServerState
-from weightgrad.core.server_strategy import LIVES
+from weightgrad.core.server.guard import CREDIT, Guard
+from weightgrad.core.server.membership import FAULTS, FIRST_ASIDE
+from weightgrad.core.server.state import ServerState
+from weightgrad.core.server.strategy import LIVES
 from weightgrad.core.shared_buffers import combined
 from weightgrad.core.strategies import available, find
 from weightgrad.errors import ProtocolError, StrategyError

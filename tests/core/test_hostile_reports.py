@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from weightgrad import codecs
-from weightgrad.core.controller import Auto
-from weightgrad.core.gradient_controller import Gradients
-from weightgrad.core.measurements import MOST_STEP, Measurements
+from weightgrad.core.controller.gradient_controller import Gradients
+from weightgrad.core.controller.measurements import MOST_STEP, Measurements
+from weightgrad.core.controller.update_controller import Auto
 from weightgrad.errors import ProtocolError
 from weightgrad.wire.sync_schedule import MOST_SECONDS, Report
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightgrad.core.membership import Members
-from weightgrad.core.open_rounds import OpenRounds
-from weightgrad.core.operation import Pause
-from weightgrad.core.push_facts import PushFacts
-from weightgrad.core.server_outbox import Outbox
+from weightgrad.core.server.membership import Members
+from weightgrad.core.server.open_rounds import OpenRounds
+from weightgrad.core.server.operation import Pause
+from weightgrad.core.server.outbox import Outbox
+from weightgrad.core.server.push_facts import PushFacts
 from weightgrad.core.strategies import find
 from weightgrad.wire.messages import Push, RoundRequest
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightgrad.core.operation import Action, Operation
-from weightgrad.core.server_state import Outbox
-from weightgrad.core.site_coordinator import SiteCoordinator
+from weightgrad.core.server.operation import Action, Operation
+from weightgrad.core.server.state import Outbox
+from weightgrad.core.site.coordinator import SiteCoordinator
 from weightgrad.core.strategies import find
 from weightgrad.errors import ProtocolError
 from weightgrad.wire.messages import Join, Pause, RoundResult

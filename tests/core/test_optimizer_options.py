@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from weightgrad.core.agreed_numbers import AgreedNumbers
-from weightgrad.core.optimizer_options import numbers_of, put_numbers
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizers.options import numbers_of, put_numbers
+from weightgrad.core.optimizers.spec import OptimizerSpec
 from weightgrad.wire.messages import Push
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from weightgrad.core import optimizers
 from weightgrad.core.flat_parameters import attach, parameters_of
-from weightgrad.core.learning_rates import set_rate
 from weightgrad.core.local_model import scatter
-from weightgrad.core.optimizer_state import load_state, load_state_tensors, state_scalars, state_tensors, state_vectors
+from weightgrad.core.optimizers.learning_rates import set_rate
+from weightgrad.core.optimizers.state import load_state, load_state_tensors, state_scalars, state_tensors, state_vectors
 from weightgrad.errors import StateError, StrategyError
 from weightgrad.local import Layout
 from weightgrad.wire.intervals import Intervals

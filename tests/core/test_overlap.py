@@ -9,7 +9,7 @@ import torch
 
 from weightgrad.codecs import Fp32
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.site.state import SiteState
 from weightgrad.core.strategies import find
 from weightgrad.kernels import fixed
 from weightgrad.wire.messages import JoinReply, Push, RoundResult, Segment

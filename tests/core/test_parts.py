@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from weightgrad.core import aggregators, consistency, parts, resume, selectors, triggers
+from weightgrad.core import parts
+from weightgrad.core.parts import aggregators, consistency, resume, selectors, triggers
 from weightgrad.errors import StrategyError
 
 EXAMPLES: dict[str, list[Any]] = {

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from weightgrad.core.pieces import Piece
-from weightgrad.core.update_shard import UpdateShard
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.wire.messages import Segment
 
 from .test_shards import assert_same, run

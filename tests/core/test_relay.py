@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weightgrad.codecs import Fp32
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.guard import Guard
 from weightgrad.core.layout import Layout
-from weightgrad.core.server_state import Outbox, ServerState
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.server.guard import Guard
+from weightgrad.core.server.state import Outbox, ServerState
+from weightgrad.core.site.state import SiteState
 from weightgrad.core.strategies import find
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed

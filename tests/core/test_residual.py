@@ -8,11 +8,12 @@ from torch import Tensor
 
 from weightgrad import codecs, wire
 from weightgrad.codecs import Codec, Fp32
-from weightgrad.core import parts, pieces, selectors
+from weightgrad.core import parts, pieces
 from weightgrad.core.local_model import Scratch
+from weightgrad.core.parts import selectors
+from weightgrad.core.parts.selectors import Selector, View
 from weightgrad.core.pieces import Piece
 from weightgrad.core.residual import Residual
-from weightgrad.core.selectors import Selector, View
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
 

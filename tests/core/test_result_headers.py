@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weightgrad.core.result_headers import ResultHeaders
+from weightgrad.core.server.result_headers import ResultHeaders
 from weightgrad.wire.messages import RoundResult
 from weightgrad.wire.sync_schedule import SyncSchedule
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from weightgrad.codecs import Fp32
-from weightgrad.core.pushes_in_flight import PushesInFlight
-from weightgrad.core.replay import Replay
-from weightgrad.core.result_inbox import ResultInbox
-from weightgrad.core.site_progress import SiteProgress
-from weightgrad.core.site_schedule import SiteSchedule
+from weightgrad.core.site.progress import SiteProgress
+from weightgrad.core.site.pushes_in_flight import PushesInFlight
+from weightgrad.core.site.replay import Replay
+from weightgrad.core.site.result_inbox import ResultInbox
+from weightgrad.core.site.schedule import SiteSchedule
 from weightgrad.wire.messages import Push, RelayedPush, RoundResult
 
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weightgrad.core import selectors
 from weightgrad.core.layout import Layout
+from weightgrad.core.parts import selectors
+from weightgrad.core.parts.selectors import Entries, Selector, View
 from weightgrad.core.pieces import Piece, fragments
-from weightgrad.core.selectors import Entries, Selector, View
 from weightgrad.wire.intervals import Intervals
 
 from .harness import LAYOUT, at, noise

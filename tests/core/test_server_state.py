@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
-from weightgrad.core.controller import Controller
+from weightgrad.core.controller.update_controller import Controller
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_state import Outbox, ServerState
+from weightgrad.core.server.result_log import MemoryResultLog
+from weightgrad.core.server.state import Outbox, ServerState
 from weightgrad.core.strategies import find
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed

@@ -18,10 +18,10 @@ from torch import Tensor
 from weightgrad.codecs.registry import decode_into
 from weightgrad.core import pieces
 from weightgrad.core.layout import Layout
-from weightgrad.core.shard_orders import LoadOrder
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.site.shard_orders import LoadOrder
+from weightgrad.core.site.state import SiteState
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.core.strategies import PRESETS, find
-from weightgrad.core.update_shard import UpdateShard
 from weightgrad.wire import messages
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_parts import result_parts

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from weightgrad.core import parts
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.result_log import ResultLog
-from weightgrad.core.server_state import Outbox, ServerState
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.server.result_log import ResultLog
+from weightgrad.core.server.state import Outbox, ServerState
+from weightgrad.core.site.state import SiteState
 from weightgrad.core.strategies import PRESETS, find
 from weightgrad.kernels.noise import derive
 from weightgrad.wire.intervals import Intervals

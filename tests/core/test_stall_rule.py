@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightgrad.core.stall_rule import StallRule
+from weightgrad.core.site.stall_rule import StallRule
 
 
 def test_silence_counts_from_the_push_or_the_last_message() -> None:

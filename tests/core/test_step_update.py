@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from weightgrad.core import pieces, step_update
+from weightgrad.core import pieces
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
-from weightgrad.core.step_update import StepUpdate
+from weightgrad.core.site import step_update
+from weightgrad.core.site.step_update import StepUpdate
 from weightgrad.wire.intervals import Intervals
 
 from .harness import LAYOUT, at, noise

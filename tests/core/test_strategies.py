@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from weightgrad.core import parts
-from weightgrad.core.controller import Auto
-from weightgrad.core.site_state import SiteStrategy
+from weightgrad.core.controller.update_controller import Auto
+from weightgrad.core.site.state import SiteStrategy
 from weightgrad.core.strategies import PRESETS, available, find
 from weightgrad.errors import StrategyError
 

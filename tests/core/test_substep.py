@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weightgrad.core.substep import MATCHED, Substep
+from weightgrad.core.optimizers.substep import MATCHED, Substep
 from weightgrad.errors import StrategyError
 
 DOUBLE = torch.float64

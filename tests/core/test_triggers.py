@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightgrad.core.triggers import DynamicThreshold, Every, Moment, Significance, Staggered
+from weightgrad.core.parts.triggers import DynamicThreshold, Every, Moment, Significance, Staggered
 
 
 def moment(step: int, since: int = 1, ratio: Callable[[], float] = lambda: 0.0, threshold: float = 4.0) -> Moment:

@@ -13,8 +13,8 @@ import torch
 from tests.runtime.user_sites import Meet, backward, network, run_sites
 from weightgrad.errors import StrategyError
 from weightgrad.integrations.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
-from weightgrad.runtime import progress_log
 from weightgrad.runtime.session import Site
+from weightgrad.runtime.site import progress_log
 
 
 class Writer:

@@ -30,11 +30,14 @@ LAYERS = [
     {"lab.bench", "lab.plan", "lab.page"},
     {"lab.cli"},
 ]
+# The two sides of the wire know each other only by messages.
+STRANGERS = [("core/site", "core.server"), ("core/server", "core.site")]
+STRANGERS += [("runtime/site", "runtime.server"), ("runtime/server", "runtime.site")]
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or "__" not in path.name]
 
 
 def package_of(parts: tuple[str, ...]) -> str:
-    """`core` of core/site_state.py, `lab.sim` of lab/sim/world.py."""
+    """`core` of core/site/state.py, `lab.sim` of lab/sim/world.py."""
     return ".".join(parts[: 2 if parts[0] == "lab" else 1]).removesuffix(".py")
 
 
@@ -67,6 +70,14 @@ def test_imports_only_from_above(path: Path) -> None:
 def test_the_library_never_imports_the_laboratory() -> None:
     library = [path for path in sorted(PACKAGE.rglob("*.py")) if "lab" not in path.relative_to(PACKAGE).parts]
     assert not [path for path in library for name in imported_packages(path) if name.startswith("lab")]
+
+
+@pytest.mark.parametrize(("own", "other"), STRANGERS)
+def test_a_site_and_the_server_import_nothing_of_each_other(own: str, other: str) -> None:
+    files = sorted((PACKAGE / own).glob("*.py"))
+    assert len(files) > 5
+    wrong = [path.name for path in files if f"weightgrad.{other}" in path.read_text()]
+    assert not wrong, f"these files of {own} import from {other}: {', '.join(wrong)}"
 
 
 @pytest.mark.parametrize("use", ["import weightgrad", "import weightgrad; weightgrad.join", "import weightgrad.cli"])

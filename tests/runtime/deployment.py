@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from weightgrad.core import optimizers
 from weightgrad.core.global_model import GlobalModel, digest_of
-from weightgrad.core.guard import Guard
-from weightgrad.core.learning_rates import set_rate
-from weightgrad.core.open_round import ClosedRound
-from weightgrad.core.server_coordinator import ServerCoordinator
-from weightgrad.core.server_shard import ServerShard
-from weightgrad.core.site_coordinator import SiteCoordinator
-from weightgrad.core.site_shard import SiteShard
-from weightgrad.core.update_shard import UpdateShard
+from weightgrad.core.optimizers.learning_rates import set_rate
+from weightgrad.core.server.coordinator import ServerCoordinator
+from weightgrad.core.server.guard import Guard
+from weightgrad.core.server.open_round import ClosedRound
+from weightgrad.core.server.shard import ServerShard
+from weightgrad.core.site.coordinator import SiteCoordinator
+from weightgrad.core.site.shard import SiteShard
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.errors import WeightGradError
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.deployment import run_config
@@ -38,7 +38,7 @@ from weightgrad.lab.run.task import Training
 from weightgrad.runtime.join import join
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 from weightgrad.wire.intervals import Intervals
 

@@ -21,25 +21,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from weightgrad.codecs import Fp32
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
-from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_shard import ServerShard
-from weightgrad.core.shard_orders import PushOrder
-from weightgrad.core.site_coordinator import SiteCoordinator
+from weightgrad.core.server.result_log import MemoryResultLog
+from weightgrad.core.server.shard import ServerShard
+from weightgrad.core.site.coordinator import SiteCoordinator
+from weightgrad.core.site.shard_orders import PushOrder
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.core.strategies import Strategy, find
-from weightgrad.core.update_shard import UpdateShard
 from weightgrad.kernels import fixed
-from weightgrad.runtime import final_model, process_group
-from weightgrad.runtime.announced_optimizer import AnnouncedOptimizer
-from weightgrad.runtime.module_weights import ModuleWeights
-from weightgrad.runtime.named_parameter import NamedParameter, layout_of, trainable
-from weightgrad.runtime.named_state import NamedState
-from weightgrad.runtime.portable_state import PortableState
+from weightgrad.runtime import process_group
+from weightgrad.runtime.checkpoints.named_state import NamedState
+from weightgrad.runtime.checkpoints.portable_state import PortableState
+from weightgrad.runtime.checkpoints.site_checkpoint import SiteCheckpoint
+from weightgrad.runtime.model.module_weights import ModuleWeights
+from weightgrad.runtime.model.named_parameter import NamedParameter, layout_of, trainable
+from weightgrad.runtime.model.replicas import Sharding
+from weightgrad.runtime.model.trained_model import TrainedModel
+from weightgrad.runtime.optimizer.announced import AnnouncedOptimizer
 from weightgrad.runtime.process_group import SiteGroup
-from weightgrad.runtime.rank_step import RankStep
-from weightgrad.runtime.replicas import Sharding
-from weightgrad.runtime.server_group import ServerGroup
-from weightgrad.runtime.site_checkpoint import SiteCheckpoint
-from weightgrad.runtime.trained_model import TrainedModel
+from weightgrad.runtime.server import final_model
+from weightgrad.runtime.server.group import ServerGroup
+from weightgrad.runtime.site.rank_step import RankStep
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from weightgrad.errors import NonFiniteError
-from weightgrad.runtime.background_push import BackgroundPush
+from weightgrad.runtime.site.background_push import BackgroundPush
 
 
 def test_a_push_is_encoded_by_a_thread_of_its_own_or_by_who_cannot_wait() -> None:

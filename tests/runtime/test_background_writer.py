@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from weightgrad.runtime.checkpoint import BackgroundWriter
+from weightgrad.runtime.checkpoints.durable_files import BackgroundWriter
 
 
 def test_steps_go_on_while_it_works_and_the_next_piece_waits() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.rank_connection import RankConnection
+from weightgrad.runtime.site.rank_connection import RankConnection
 from weightgrad.wire.messages import Bulk, PushPart
 
 from .deployment import Hub, Runner, finish, read_checkpoint, tiny
@@ -51,8 +51,8 @@ def test_a_server_whose_disk_is_full_ends_and_goes_on_later(
     sites = [Runner(recipe, name, hub.address, to=6) for name in ("east", "west")]
     hub.until(lambda: all(site.version == 1 for site in sites))
     with monkeypatch.context() as patch:
-        patch.setattr("weightgrad.runtime.input_log_file.os.writev", full)
-        patch.setattr("weightgrad.runtime.final_model.save_file", full)
+        patch.setattr("weightgrad.runtime.checkpoints.input_log_file.os.writev", full)
+        patch.setattr("weightgrad.runtime.server.final_model.save_file", full)
         for site in sites:
             site.limit = 12
         hub.join()

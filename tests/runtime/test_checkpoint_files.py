@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightgrad.runtime.checkpoint_files import (
+from weightgrad.runtime.checkpoints.checkpoint_files import (
     all_checkpoints,
     damaged_file,
     has_facts,

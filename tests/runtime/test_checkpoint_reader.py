@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.checkpoint_files import file_digest
-from weightgrad.runtime.checkpoint_reader import CheckpointReader
+from weightgrad.runtime.checkpoints.checkpoint_files import file_digest
+from weightgrad.runtime.checkpoints.checkpoint_reader import CheckpointReader
 
 from .deployment import Hub, Runner, finish, tiny
 

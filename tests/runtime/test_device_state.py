@@ -12,11 +12,11 @@ from weightgrad import codecs
 from weightgrad.codecs import Codec
 from weightgrad.core import strategies
 from weightgrad.core.layout import Layout
-from weightgrad.core.state_memory import HostMemory
+from weightgrad.core.site.state_memory import HostMemory
 from weightgrad.errors import StrategyError
-from weightgrad.runtime import device_state
-from weightgrad.runtime.module_weights import ModuleWeights
-from weightgrad.runtime.named_parameter import NamedParameter
+from weightgrad.runtime.model import device_state
+from weightgrad.runtime.model.module_weights import ModuleWeights
+from weightgrad.runtime.model.named_parameter import NamedParameter
 
 PAGE = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
 

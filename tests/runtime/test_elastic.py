@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from weightgrad.core.membership import Member
+from weightgrad.core.server.membership import Member
 from weightgrad.core.strategies import PRESETS
 from weightgrad.errors import RefusedError
 from weightgrad.lab.recipes.recipe import Recipe

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from weightgrad.core.membership import Member, Members
+from weightgrad.core.server.membership import Member, Members
 from weightgrad.errors import CheckpointError, LinkError, RefusedError
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.deployment import run_config
-from weightgrad.runtime.server import GlobalServer, ServeOptions
-from weightgrad.runtime.server_watch import ServerWatch
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
+from weightgrad.runtime.site.server_watch import ServerWatch
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork
 from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import Peer, SessionStatus
@@ -90,7 +90,7 @@ def test_a_server_waits_for_a_site_that_died_before_it_had_its_last_result(tmp_p
 
 
 def test_a_server_does_not_wait_for_ever_for_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightgrad.runtime.end_of_run._GOODBYE_S", 0.5)
+    monkeypatch.setattr("weightgrad.runtime.server.end_of_run._GOODBYE_S", 0.5)
     recipe = tiny("{name: diloco, every: 4}", workers=1, steps=8)
     with Hub(recipe, until_finished=True) as hub:
         take = hub.server.on_message
@@ -166,7 +166,7 @@ def test_a_site_that_pushes_nothing_any_more_does_not_keep_the_server(
         InMemoryServer(InMemoryNetwork(), "hub"),
     )
     now = [1000.0]
-    monkeypatch.setattr("weightgrad.runtime.end_of_run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("weightgrad.runtime.server.end_of_run.time", SimpleNamespace(monotonic=lambda: now[0]))
     members = Members({"east": Member("east", live=False, done=True), "west": Member("west")})
     core = SimpleNamespace(members=members, timeout=lambda: 30.0)
     monkeypatch.setattr(server.inputs, "rounds", SimpleNamespace(coordinator=core))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightgrad.errors import LinkError
-from weightgrad.runtime.entry_pauses import EntryPauses
+from weightgrad.runtime.server.entry_pauses import EntryPauses
 
 
 def test_the_third_fault_and_later_ones_cost_time() -> None:

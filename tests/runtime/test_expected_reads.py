@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weightgrad.runtime.device_copies import DeviceCopies
-from weightgrad.runtime.expected_reads import ExpectedReads
+from weightgrad.runtime.model.device_copies import DeviceCopies
+from weightgrad.runtime.model.expected_reads import ExpectedReads
 from weightgrad.wire.intervals import Intervals
 
 FIRST, SECOND, ELSEWHERE, LAST = (Intervals.of([(start, start + 2)]) for start in range(0, 8, 2))

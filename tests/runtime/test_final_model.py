@@ -15,8 +15,8 @@ from torch import Tensor
 
 from weightgrad.core.layout import Layout
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime import final_model
-from weightgrad.runtime.server_group import ServerGroup
+from weightgrad.runtime.server import final_model
+from weightgrad.runtime.server.group import ServerGroup
 from weightgrad.wire.intervals import Intervals
 
 from .rank_processes import run
@@ -82,6 +82,6 @@ def test_a_full_disk_is_named(where: str, tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(final_model, "FILE_BYTES", 100)
-    monkeypatch.setattr(f"weightgrad.runtime.{where}", full)
+    monkeypatch.setattr(f"weightgrad.runtime.server.{where}", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*model.*: the disk is full"):
         write(tmp_path)

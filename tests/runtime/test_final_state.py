@@ -13,7 +13,7 @@ from weightgrad import codecs
 from weightgrad.codecs import Payload
 from weightgrad.core.layout import Layout
 from weightgrad.errors import ProtocolError
-from weightgrad.runtime.final_state import FinalStates, SiteFinalState, values_of
+from weightgrad.runtime.checkpoints.final_state import FinalStates, SiteFinalState, values_of
 from weightgrad.wire.messages import FinalPart
 
 LAYOUT = Layout.of_shapes([("a", (4, 4)), ("b", (32, 8)), ("c", (8,))])
@@ -71,7 +71,7 @@ def test_a_server_that_was_restarted_still_has_them(tmp_path: Path) -> None:
 
 
 def test_parts_come_in_order_and_replace_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightgrad.runtime.final_state._PART_BYTES", 100)
+    monkeypatch.setattr("weightgrad.runtime.checkpoints.final_state._PART_BYTES", 100)
     sent = parts("east")
     assert len(sent) > 5
     states = taken(tmp_path, sent[:3])
@@ -85,7 +85,7 @@ def test_parts_come_in_order_and_replace_those_before(tmp_path: Path, monkeypatc
 
 
 def test_too_large_a_final_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightgrad.runtime.final_state._MOST_BUFFER_BYTES", 10)
+    monkeypatch.setattr("weightgrad.runtime.checkpoints.final_state._MOST_BUFFER_BYTES", 10)
     with pytest.raises(ProtocolError, match="larger than its model"):
         taken(tmp_path, [FinalPart(site="east", place=0, parts=2, data=bytes(4 * LAYOUT.numel + 11))])
 

@@ -8,9 +8,9 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError, RefusedError
 from weightgrad.runtime.admission_messages import AdmissionRequest
-from weightgrad.runtime.first_site import FirstSite
-from weightgrad.runtime.roster import Roster
 from weightgrad.runtime.run_config import RunConfig
+from weightgrad.runtime.server.first_site import FirstSite
+from weightgrad.runtime.server.roster import Roster
 
 SITES = ("east", "west", "north")
 SMALL = Layout.of_shapes([("weight", (2,))])

@@ -6,7 +6,7 @@ import pytest
 
 from weightgrad.errors import LinkError, RefusedError
 from weightgrad.runtime.admission_messages import AdmissionRequest
-from weightgrad.runtime.frozen_vote import FrozenVote
+from weightgrad.runtime.server.votes import FrozenVote
 
 
 def request(site: str, **frozen: str) -> AdmissionRequest:

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from weightgrad.core.global_model import digest_of
-from weightgrad.core.server_outbox import Decisions
+from weightgrad.core.server.outbox import Decisions
 from weightgrad.errors import LinkError, RefusedError
 from weightgrad.runtime import health
 from weightgrad.runtime.admission_messages import AdmissionRequest
-from weightgrad.runtime.input_log import InputLog
+from weightgrad.runtime.checkpoints.input_log import InputLog
 from weightgrad.runtime.metrics import ServerMetrics
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
@@ -254,7 +254,7 @@ def test_the_operator_may_name_the_site_that_brings_the_model(made: Path) -> Non
 
 
 def test_deadlines_come_also_while_a_site_keeps_messages_coming(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightgrad.runtime.server_duties._STARVED_S", 0.1)
+    monkeypatch.setattr("weightgrad.runtime.server.duties._STARVED_S", 0.1)
     with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east, hand(hub, "west", made) as west:
         east.send_push(first := east.push(UPDATE))
         west.send_push(west.push(UPDATE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from weightgrad.runtime.inbox import Inbox
+from weightgrad.runtime.server.inbox import Inbox
 
 
 def test_control_is_handed_out_before_bulk_and_each_in_its_order() -> None:

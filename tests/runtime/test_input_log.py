@@ -29,9 +29,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime import input_log_file
-from weightgrad.runtime.input_log import InputLog, LogRecord
-from weightgrad.runtime.input_log_file import FILE_HEADER_BYTES, RECORD_HEADER_BYTES
+from weightgrad.runtime.checkpoints import input_log_file
+from weightgrad.runtime.checkpoints.input_log import InputLog, LogRecord
+from weightgrad.runtime.checkpoints.input_log_file import FILE_HEADER_BYTES, RECORD_HEADER_BYTES
 
 SMALL = 300  # bytes of a file: four records of `some`
 
@@ -703,7 +703,7 @@ TINY_DISK = """
 import sys
 from pathlib import Path
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.input_log import InputLog
+from weightgrad.runtime.checkpoints.input_log import InputLog
 state = Path(sys.argv[1]) / "state"
 filler = Path(sys.argv[1]) / "filler"
 filler.write_bytes(bytes(200_000))
@@ -754,7 +754,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from weightgrad.runtime.input_log import InputLog
+from weightgrad.runtime.checkpoints.input_log import InputLog
 log = InputLog(Path(sys.argv[1]), "inputs", file_bytes=20_000)
 while True:
     position = log.append((log.last + 1) % 256, 0.5, b"%d " % (log.last + 1) * 200)

@@ -11,9 +11,9 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError, RefusedError
 from weightgrad.runtime.admission_messages import AdmissionRequest
-from weightgrad.runtime.layout_vote import LayoutVote
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security import certificates
+from weightgrad.runtime.server.votes import LayoutVote
 from weightgrad.runtime.transport.transport import EntryRequest
 
 from .deployment import PATIENCE_S, Hub

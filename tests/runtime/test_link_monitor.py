@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from weightgrad.runtime.link_monitor import LinkMonitor
+from weightgrad.runtime.site.link_monitor import LinkMonitor
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -16,10 +16,10 @@ from weightgrad.core.layout import Layout
 from weightgrad.core.shared_buffers import MOST_BYTES, SharedBuffers, combined
 from weightgrad.errors import StrategyError
 from weightgrad.lab.run.deployment import run_config
-from weightgrad.runtime.final_state import FinalStates, SiteFinalState
+from weightgrad.runtime.checkpoints.final_state import FinalStates, SiteFinalState
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.session import Site
-from weightgrad.runtime.site_buffers import SiteBuffers
+from weightgrad.runtime.site.buffers import SiteBuffers
 
 from .deployment import Hub, tiny
 from .user_sites import NAMES, Meet, UserScript, run_sites, seeded, served

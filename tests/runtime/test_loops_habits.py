@@ -15,10 +15,10 @@ from torch.optim import SGD, Adam
 
 from weightgrad.errors import RefusedError, StrategyError
 from weightgrad.runtime.join import join
-from weightgrad.runtime.named_models import stepping_optimizers
-from weightgrad.runtime.named_parameter import trainable
+from weightgrad.runtime.model.named_parameter import trainable
+from weightgrad.runtime.model.weight_watch import FIRST_STEPS
 from weightgrad.runtime.session import Site
-from weightgrad.runtime.weight_watch import FIRST_STEPS
+from weightgrad.runtime.site.named_models import stepping_optimizers
 
 from .user_sites import NAMES, STEPS, Meet, Script, backward, batch, flat, network, run_sites, seeded, served
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weightgrad.core import near_line, strategies
+from weightgrad.core import strategies
+from weightgrad.core.controller import near_line
 from weightgrad.errors import StrategyError
-from weightgrad.runtime import progress_log
-from weightgrad.runtime.progress_log import FlushProgress
 from weightgrad.runtime.session import Site
+from weightgrad.runtime.site import progress_log
+from weightgrad.runtime.site.progress_log import FlushProgress
 
 from .user_sites import NAMES, Meet, batch, flat, network, run_sites
 

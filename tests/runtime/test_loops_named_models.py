@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.named_models import one_module, stepping_optimizers
 from weightgrad.runtime.session import Site
+from weightgrad.runtime.site.named_models import one_module, stepping_optimizers
 
 from .user_sites import NAMES, Meet, UserScript, backward, flat, network, run_sites, seeded, served
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
-from weightgrad.core import optimizer_spec
-from weightgrad.core.optimizer_spec import OptimizerSpec, allow_optimizer
+from weightgrad.core.optimizers import spec as optimizer_spec
+from weightgrad.core.optimizers.spec import OptimizerSpec, allow_optimizer
 from weightgrad.errors import RefusedError, StrategyError
 from weightgrad.lab.run.deployment import run_config
 from weightgrad.runtime.join import join
+from weightgrad.runtime.optimizer.user_optimizer import unwrap_optimizer
 from weightgrad.runtime.session import Site
-from weightgrad.runtime.user_optimizer import unwrap_optimizer
 
 from .deployment import PATIENCE_S, Hub, tiny
 from .user_sites import NAMES, STEPS, Meet, UserScript, backward, flat, network, reference, run_sites, served

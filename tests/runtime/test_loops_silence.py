@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from weightgrad.errors import RefusedError, StrategyError
 from weightgrad.runtime.join import join
-from weightgrad.runtime.named_parameter import trainable
-from weightgrad.runtime.optimizer_checks import check_averaged
+from weightgrad.runtime.model.named_parameter import trainable
+from weightgrad.runtime.optimizer.optimizer_checks import check_averaged
 from weightgrad.runtime.session import Site
 
 from .user_sites import STEPS, Meet, backward, flat, network, run_sites, served

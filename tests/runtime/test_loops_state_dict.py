@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from weightgrad.errors import CheckpointError, RefusedError, StrategyError
-from weightgrad.runtime.portable_state import PortableState
+from weightgrad.runtime.checkpoints.portable_state import PortableState
 from weightgrad.runtime.session import Site
 
 from .deployment import PATIENCE_S

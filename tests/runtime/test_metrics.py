@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 
 import weightgrad
-from weightgrad.core.site_coordinator import SiteCoordinator
+from weightgrad.core.site.coordinator import SiteCoordinator
 from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError
 from weightgrad.runtime import health

@@ -13,9 +13,9 @@ from weightgrad import codecs
 from weightgrad.codecs import Fp32
 from weightgrad.core.layout import Layout
 from weightgrad.kernels import fixed
-from weightgrad.runtime.module_gradients import gradients_of
-from weightgrad.runtime.module_weights import ModuleWeights
-from weightgrad.runtime.named_parameter import NamedParameter, layout_of, trainable
+from weightgrad.runtime.model.module_gradients import gradients_of
+from weightgrad.runtime.model.module_weights import ModuleWeights
+from weightgrad.runtime.model.named_parameter import NamedParameter, layout_of, trainable
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Segment
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weightgrad.core.layout import Layout
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.named_parameter import all_stages, layout_of, trainable
+from weightgrad.runtime.model.named_parameter import all_stages, layout_of, trainable
 from weightgrad.runtime.process_group import SiteGroup
 
 

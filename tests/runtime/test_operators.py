@@ -11,11 +11,11 @@ import torch
 
 from weightgrad.errors import CheckpointError, CredentialsError, ProtocolError, RefusedError, WeightGradError
 from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.runtime.doctor.server_questions import ServerQuestions
 from weightgrad.runtime.join import join
-from weightgrad.runtime.roster import Roster
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.server_questions import ServerQuestions
+from weightgrad.runtime.server.roster import Roster
 
 from .deployment import SGD, TINY, Hub, Runner, finish
 

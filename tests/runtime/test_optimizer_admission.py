@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from weightgrad.core.layout import Layout
-from weightgrad.core.optimizer_spec import AT_SITES, OptimizerSpec
+from weightgrad.core.optimizers.spec import AT_SITES, OptimizerSpec
 from weightgrad.core.strategies import find
 from weightgrad.errors import RefusedError
 from weightgrad.runtime.admission_messages import APART, AdmissionRequest
-from weightgrad.runtime.optimizer_admission import OptimizerAdmission, is_for_another_optimizer
+from weightgrad.runtime.server.optimizer_admission import OptimizerAdmission, is_for_another_optimizer
 
 SHAPES = [("weight", [3, 2]), ("bias", [3])]
 OWN = Layout.of_shapes((name, tuple(shape)) for name, shape in SHAPES)

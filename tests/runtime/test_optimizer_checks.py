@@ -9,8 +9,8 @@ from torch.optim import SGD, Optimizer, SparseAdam
 
 from weightgrad.core import strategies
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.named_parameter import trainable
-from weightgrad.runtime.optimizer_checks import check_averaged, check_parameters, check_several, why_apart
+from weightgrad.runtime.model.named_parameter import trainable
+from weightgrad.runtime.optimizer.optimizer_checks import check_averaged, check_parameters, check_several, why_apart
 
 
 def two_layers() -> nn.Sequential:

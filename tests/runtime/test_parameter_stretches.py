@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weightgrad.runtime.parameter_stretches import ParameterStretches, Stretch
+from weightgrad.runtime.model.parameter_stretches import ParameterStretches, Stretch
 from weightgrad.wire.intervals import Intervals
 
 SPANS = [(0, 4), (4, 4), (6, 10), (12, 20)]  # the rank has a part of the index space, and nothing of one parameter

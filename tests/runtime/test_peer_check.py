@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from weightgrad.errors import CredentialsError, RefusedError, WeightGradError
-from weightgrad.runtime.peer_check import PeerCheck
-from weightgrad.runtime.roster import Roster
 from weightgrad.runtime.security.credentials import Revoked
+from weightgrad.runtime.server.peer_check import PeerCheck
+from weightgrad.runtime.server.roster import Roster
 from weightgrad.runtime.transport.transport import EntryRequest
 
 

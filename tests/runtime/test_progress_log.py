@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from weightgrad.runtime import progress_log
-from weightgrad.runtime.progress_log import ProgressLog, show_by_default
+from weightgrad.runtime.site import progress_log
+from weightgrad.runtime.site.progress_log import ProgressLog, show_by_default
 from weightgrad.wire.sync_schedule import SyncSchedule
 
 

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from weightgrad.codecs import Fp32
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
-from weightgrad.core.shard_orders import LoadOrder
+from weightgrad.core.site.shard_orders import LoadOrder
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.core.strategies import find
-from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError, RefusedError
 from weightgrad.runtime.admission_messages import rank_reply
-from weightgrad.runtime.entry import Entry
 from weightgrad.runtime.join import join
-from weightgrad.runtime.rank_connection import RankConnection
 from weightgrad.runtime.run_config import RunConfig
-from weightgrad.runtime.server import GlobalServer, ServeOptions
-from weightgrad.runtime.server_entry import rank_request
-from weightgrad.runtime.server_link import ServerLink
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
 from weightgrad.runtime.session import Site
+from weightgrad.runtime.site.entry import Entry
+from weightgrad.runtime.site.rank_connection import RankConnection
+from weightgrad.runtime.site.server_entry import rank_request
+from weightgrad.runtime.site.server_link import ServerLink
 from weightgrad.runtime.telemetry import SiteTelemetry
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork
 from weightgrad.runtime.transport.in_memory_client import InMemoryClient

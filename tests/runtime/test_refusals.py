@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from weightgrad.cli import app
 from weightgrad.codecs import Fp32
 from weightgrad.core.global_model import digest_of
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizers.spec import OptimizerSpec
 from weightgrad.core.strategies import find
 from weightgrad.errors import CredentialsError, LinkError, RefusedError, StrategyError
 from weightgrad.lab.run.launch import free_port
@@ -300,7 +300,7 @@ def test_a_server_that_is_going_away_is_not_a_refusal(made: Path, monkeypatch: p
     """It hangs up after the handshake, as one that does not accept our certificate does; a moment later it is gone."""
     refused = TlsProblem(ProblemKind.CERTIFICATE, "gs:1 does not accept our certificate of 'east'")
     said = [refused, *[TlsProblem(ProblemKind.UNREACHABLE, "gs:1 refuses connections: nothing listens there")] * 9]
-    monkeypatch.setattr("weightgrad.runtime.entry.diagnose", lambda *_: said.pop(0))
+    monkeypatch.setattr("weightgrad.runtime.site.entry.diagnose", lambda *_: said.pop(0))
     with pytest.raises(LinkError, match="nothing listens there"), entered(f"127.0.0.1:{free_port()}", "east", made):
         pass
 

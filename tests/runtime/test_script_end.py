@@ -10,7 +10,7 @@ import pytest
 
 from weightgrad import cli
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime.script_end import ScriptEnd
+from weightgrad.runtime.site.script_end import ScriptEnd
 
 
 @pytest.mark.parametrize(

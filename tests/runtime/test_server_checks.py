@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 
 from weightgrad.cli import app
 from weightgrad.errors import LinkError, PlanError, RefusedError
-from weightgrad.runtime import join_checks, rank_check, server_checks, server_findings
-from weightgrad.runtime.planned_needs import PlannedNeeds, planned_needs
+from weightgrad.runtime.doctor import join_checks, rank_check, server_checks, server_findings
+from weightgrad.runtime.doctor.planned_needs import PlannedNeeds, planned_needs
+from weightgrad.runtime.doctor.server_checks import Speed
+from weightgrad.runtime.doctor.server_questions import ServerQuestions
+from weightgrad.runtime.doctor.site_checks import Finding, Level
 from weightgrad.runtime.process_facts import about_this_process
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.seldom_actions import SeldomActions
-from weightgrad.runtime.server_checks import Speed
-from weightgrad.runtime.server_questions import ServerQuestions
-from weightgrad.runtime.site_checks import Finding, Level
 
 from .deployment import Hub, Runner, finish
 from .test_operators import recipe_of

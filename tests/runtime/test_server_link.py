@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from weightgrad.core.site_shard import SiteShard
-from weightgrad.runtime.server_link import LinkDownload
+from weightgrad.core.site.shard import SiteShard
+from weightgrad.runtime.site.server_link import LinkDownload
 from weightgrad.wire.messages import ModelPart, ResultPart, RoundResult, Segment
 
 

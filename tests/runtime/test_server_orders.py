@@ -10,11 +10,11 @@ import torch
 
 from weightgrad import codecs
 from weightgrad.codecs import Fp32
-from weightgrad.core.agreement import Signs
-from weightgrad.core.close_order import ClosedPart, ClosedPush, CloseOrder
-from weightgrad.core.push_facts import PushFacts
+from weightgrad.core.controller.agreement import Signs
+from weightgrad.core.server.close_order import ClosedPart, ClosedPush, CloseOrder
+from weightgrad.core.server.push_facts import PushFacts
 from weightgrad.errors import ProtocolError
-from weightgrad.runtime.server_orders import (
+from weightgrad.runtime.server.orders import (
     Admit,
     Begin,
     Close,
@@ -33,7 +33,7 @@ from weightgrad.runtime.server_orders import (
     parse,
     to_bytes,
 )
-from weightgrad.runtime.shard_server import CompletePush, Provision
+from weightgrad.runtime.server.shard_server import CompletePush, Provision
 from weightgrad.wire.message_bytes import pack
 from weightgrad.wire.messages import RelayedPush, RoundResult, Segment
 from weightgrad.wire.sync_schedule import SyncSchedule

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from weightgrad.codecs import Fp32
-from weightgrad.core.close_order import ClosedPart
 from weightgrad.core.global_model import digest_of
-from weightgrad.core.server_shard import ServerShard
+from weightgrad.core.server.close_order import ClosedPart
+from weightgrad.core.server.shard import ServerShard
 from weightgrad.core.strategies import Strategy, find
 from weightgrad.errors import CheckpointError, LinkError
-from weightgrad.runtime import server_storage
 from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.run_config import RunConfig
-from weightgrad.runtime.server import GlobalServer, ServeOptions, _closes
-from weightgrad.runtime.server_group import ServerGroup
-from weightgrad.runtime.server_worker import ServerWorker
+from weightgrad.runtime.server import storage as server_storage
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions, _closes
+from weightgrad.runtime.server.group import ServerGroup
+from weightgrad.runtime.server.worker import ServerWorker
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork
 from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import EntryRequest, Outgoing, Peer, joined

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from weightgrad.errors import CheckpointError, ProtocolError
-from weightgrad.runtime.input_log_file import LogRecord
-from weightgrad.runtime.server_process import ServerProcess
-from weightgrad.runtime.server_replay import load, replay
-from weightgrad.runtime.server_storage import Input, ServerStorage
+from weightgrad.runtime.checkpoints.input_log_file import LogRecord
+from weightgrad.runtime.server.process import ServerProcess
+from weightgrad.runtime.server.replay import load, replay
+from weightgrad.runtime.server.storage import Input, ServerStorage
 
 
 class Process:

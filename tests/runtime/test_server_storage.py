@@ -17,11 +17,11 @@ from weightgrad.codecs import Fp32
 from weightgrad.core.global_model import digest_of
 from weightgrad.core.strategies import find
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime import server_storage
 from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.run_config import RunConfig
-from weightgrad.runtime.server import GlobalServer, ServeOptions
-from weightgrad.runtime.server_storage import Input, ServerStorage
+from weightgrad.runtime.server import storage as server_storage
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
+from weightgrad.runtime.server.storage import Input, ServerStorage
 from weightgrad.runtime.transport.in_memory import InMemoryNetwork
 from weightgrad.runtime.transport.in_memory_server import InMemoryServer
 from weightgrad.runtime.transport.transport import EntryRequest, Outgoing, Peer, joined
@@ -124,7 +124,7 @@ def test_a_snapshot_that_cannot_be_written_is_said_when_somebody_waits(
 
     storage = ServerStorage(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("weightgrad.runtime.snapshot.save_file", full)
+        patch.setattr("weightgrad.runtime.checkpoints.snapshot.save_file", full)
         storage.write({"vector": torch.zeros(1)}, {}, 0, wait=False)
         with pytest.raises(CheckpointError, match="the disk is full; the previous state is kept"):
             storage.settle()

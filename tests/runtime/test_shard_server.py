@@ -10,18 +10,18 @@ from torch import Tensor
 
 from weightgrad.codecs import Fp32, decode
 from weightgrad.core import pieces
-from weightgrad.core.close_order import ClosedPush, CloseOrder
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import FlatModel
-from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_shard import ServerShard
-from weightgrad.core.shard_orders import LoadOrder
+from weightgrad.core.server.close_order import ClosedPush, CloseOrder
+from weightgrad.core.server.result_log import MemoryResultLog
+from weightgrad.core.server.shard import ServerShard
+from weightgrad.core.site.shard_orders import LoadOrder
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.core.strategies import find
-from weightgrad.core.update_shard import UpdateShard
 from weightgrad.errors import ProtocolError
-from weightgrad.runtime import shard_server
-from weightgrad.runtime.shard_server import Provision, ShardServer
+from weightgrad.runtime.server import shard_server
+from weightgrad.runtime.server.shard_server import Provision, ShardServer
 from weightgrad.runtime.transport.transport import Peer
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.message_sizes import nbytes

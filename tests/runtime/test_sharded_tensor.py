@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.sharded_tensor import flat_local, is_sharded, local_part
+from weightgrad.runtime.model.sharded_tensor import flat_local, is_sharded, local_part
 
 
 def test_a_plain_tensor_is_here_and_stays_where_it_is() -> None:

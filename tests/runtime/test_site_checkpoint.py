@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from weightgrad.runtime.interval_tensor import IntervalTensor
+from weightgrad.runtime.checkpoints.interval_tensor import IntervalTensor
 from weightgrad.wire.intervals import Intervals
 
 from .rank_processes import run

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from weightgrad.cli import app
-from weightgrad.runtime import site_checks
+from weightgrad.runtime.doctor import site_checks
+from weightgrad.runtime.doctor.site_checks import Finding, Level
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.site_checks import Finding, Level
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 
 

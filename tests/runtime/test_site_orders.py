@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightgrad.core.shard_orders import ApplyOrder, LoadOrder, PushOrder
-from weightgrad.runtime.site_orders import (
+from weightgrad.core.site.shard_orders import ApplyOrder, LoadOrder, PushOrder
+from weightgrad.runtime.site.orders import (
     Abandon,
     Apply,
     Continue,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime import snapshot
-from weightgrad.runtime.snapshot import Snapshot
+from weightgrad.runtime.checkpoints import snapshot
+from weightgrad.runtime.checkpoints.snapshot import Snapshot
 
 FACTS = {"position": 10, "strategy": {"trigger": "every(4)"}}
 
@@ -178,7 +178,7 @@ def test_a_full_disk_keeps_the_last_state_and_is_named(
 ) -> None:
     write(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(f"weightgrad.runtime.snapshot.{where}", full)
+        patch.setattr(f"weightgrad.runtime.checkpoints.snapshot.{where}", full)
         with pytest.raises(CheckpointError, match=r"cannot write .*state-000000000003: the disk is full; the previous"):
             write(tmp_path, 3)
     assert_is(snapshot.newest(tmp_path, "state"), 2)
@@ -196,7 +196,7 @@ TINY_DISK = """
 import sys, torch
 from pathlib import Path
 from weightgrad.errors import CheckpointError
-from weightgrad.runtime import snapshot
+from weightgrad.runtime.checkpoints import snapshot
 directory = Path(sys.argv[1])
 for number in range(1, 9):
     try:

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tests.runtime import user_sites
 from tests.runtime.user_sites import STEPS, Meet
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.named_parameter import trainable
+from weightgrad.runtime.model.named_parameter import trainable
 from weightgrad.runtime.session import Site
 
 Maker = Callable[[Iterator[nn.Parameter]], Optimizer]

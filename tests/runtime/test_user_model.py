@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from weightgrad.core import strategies
-from weightgrad.core.optimizer_spec import AT_SITES
+from weightgrad.core.optimizers.spec import AT_SITES
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.runtime.admission_messages import APART, AdmissionReply
 from weightgrad.runtime.process_group import SiteGroup
-from weightgrad.runtime.user_model import UserModel
+from weightgrad.runtime.site.user_model import UserModel
 from weightgrad.wire.intervals import Intervals
 
 NUMEL = 3 * 2 + 2 + 2

@@ -10,8 +10,8 @@ import pytest
 from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.metrics import ServerMetrics
 from weightgrad.runtime.security import certificates
+from weightgrad.runtime.server.wait_report import AGAIN_S, WaitReport
 from weightgrad.runtime.telemetry import SERVER, Telemetry
-from weightgrad.runtime.wait_report import AGAIN_S, WaitReport
 from weightgrad.wire.messages import Join, Message, Waiting
 
 from .deployment import PATIENCE_S, Hub, Runner, finish, tiny

@@ -9,10 +9,10 @@ import pytest
 
 from weightgrad.errors import CheckpointError, StrategyError
 from weightgrad.runtime.admission_messages import ServedBy
-from weightgrad.runtime.server_group import ServerGroup
-from weightgrad.runtime.server_orders import Ready, Resume, parse
-from weightgrad.runtime.server_rounds import ServerRounds
-from weightgrad.runtime.worker_processes import WorkerProcesses
+from weightgrad.runtime.server.group import ServerGroup
+from weightgrad.runtime.server.orders import Ready, Resume, parse
+from weightgrad.runtime.server.rounds import ServerRounds
+from weightgrad.runtime.server.worker_processes import WorkerProcesses
 
 
 class Group(ServerGroup):

@@ -16,10 +16,10 @@ import weightgrad
 from weightgrad import kernels, units
 from weightgrad.extras import extras
 from weightgrad.machine import processor
-from weightgrad.runtime.planned_needs import PlannedNeeds, planned_needs
-from weightgrad.runtime.rank_check import check_ranks
-from weightgrad.runtime.server_findings import server_findings
-from weightgrad.runtime.site_checks import Level, site_findings
+from weightgrad.runtime.doctor.planned_needs import PlannedNeeds, planned_needs
+from weightgrad.runtime.doctor.rank_check import check_ranks
+from weightgrad.runtime.doctor.server_findings import server_findings
+from weightgrad.runtime.doctor.site_checks import Level, site_findings
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 

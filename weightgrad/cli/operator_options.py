@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from weightgrad.errors import StrategyError
+from weightgrad.runtime.doctor.server_questions import ServerQuestions
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.server_questions import ServerQuestions
 
 Server = Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="The global server.")]
 OperatorCredentials = Annotated[

@@ -7,8 +7,8 @@ aggregators, consistency, resume, controller) and the objects they work on.
 
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.residual import Residual
-from weightgrad.core.server_state import ServerState
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.server.state import ServerState
+from weightgrad.core.site.state import SiteState
 from weightgrad.core.strategies import Strategy, available, find
 
 __all__ = ["GlobalModel", "Residual", "ServerState", "SiteState", "Strategy", "available", "find"]

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from weightgrad.codecs import Fp32
 from weightgrad.core import pieces
-from weightgrad.core.aggregators import relayed_shares
 from weightgrad.core.flat_parameters import attach, parameters_of
 from weightgrad.core.layout import Layout
-from weightgrad.core.learning_rates import set_rate
 from weightgrad.core.local_model import Scratch
-from weightgrad.core.optimizer_options import numbers_of, put_numbers
-from weightgrad.core.optimizer_spec import OptimizerSpec, make
-from weightgrad.core.optimizer_state import copy_state, load_state, state_scalars, state_vectors
+from weightgrad.core.optimizers.learning_rates import set_rate
+from weightgrad.core.optimizers.options import numbers_of, put_numbers
+from weightgrad.core.optimizers.spec import OptimizerSpec, make
+from weightgrad.core.optimizers.state import copy_state, load_state, state_scalars, state_vectors
+from weightgrad.core.parts.aggregators import relayed_shares
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import ProtocolError
 from weightgrad.kernels import fixed

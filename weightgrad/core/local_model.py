@@ -1,7 +1,7 @@
 """The weights that a site trains on, as the core sees them: read and written piece by piece, wherever they live.
 
 In the simulator the weights are one flat vector (`FlatModel`). In a deployment they are the parameters of the user's
-module (`runtime/module_weights.py`), which may be sharded, in bfloat16, or on a GPU.
+module (`runtime/model/module_weights.py`), which may be sharded, in bfloat16, or on a GPU.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from torch import Tensor
 from weightgrad.codecs import Codec, ErrorFeedback, Fp32, Payload, State, pack_entries
 from weightgrad.codecs.registry import decode_into
 from weightgrad.core.local_model import Scratch, scatter
+from weightgrad.core.parts.selectors import Entries, Selector, View
 from weightgrad.core.pieces import Piece
-from weightgrad.core.selectors import Entries, Selector, View
 from weightgrad.kernels import fixed
 from weightgrad.kernels.noise import derive
 from weightgrad.wire.intervals import Intervals

@@ -3,8 +3,8 @@
 Everything here is pure: no clocks, sockets or threads, and no random numbers but those of the keys given.
 """
 
-from weightgrad.core.lars import Lars
 from weightgrad.core.layout import Layout, Slot
+from weightgrad.core.optimizers.lars import Lars
 from weightgrad.local.allreduce import QuantizedAllreduce
 from weightgrad.local.gradient_encoder import GradientEncoder
 from weightgrad.local.gradient_exchange import Exchange, GradientExchange, ServedPart

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from weightgrad.codecs import Payload, decode, decode_add
 from weightgrad.core.layout import Layout
-from weightgrad.core.substep import MATCHED, Substep
+from weightgrad.core.optimizers.substep import MATCHED, Substep
+from weightgrad.core.optimizers.weight_updater import FlatWeightUpdater, WeightUpdater
 from weightgrad.core.vector_checks import require_flat, require_payloads, restored
-from weightgrad.core.weight_updater import FlatWeightUpdater, WeightUpdater
 from weightgrad.errors import ProtocolError, StateError, StrategyError
 from weightgrad.kernels import derive
 from weightgrad.local.parameter_average import ParameterAverage
@@ -111,7 +111,7 @@ class LocalServer:
         ema: Decay of the moving average of the master weights; None for no average.
         serial_scale: Factor of the learning rate of a serial step; None is 1/n for n gradients, so that plain SGD
             moves as far as with the mean; "matched" changes momentum, betas and learning rate so that the n steps are
-            one mean step (`core/substep.py`).
+            one mean step (`core/optimizers/substep.py`).
         key: Parent of the keys of weight codecs that round at random.
         served: Places of the slots that this server has; None: all. All vectors are of these slots alone.
 

@@ -4,8 +4,8 @@
 
 `LocalStep` puts together what a strategy means inside a site: `GradientExchange` (who encodes what with which key, and
 how gradients meet) and `LocalServer` (one step of the master weights, and which weights the workers compute on). In a
-deployment the same two parts work around the user's own optimizer (`runtime/rank_step.py`). Both take the same steps,
-bit for bit.
+deployment the same two parts work around the user's own optimizer (`runtime/site/rank_step.py`). Both take the same
+steps, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from weightgrad.codecs import Payload
 from weightgrad.core.layout import Layout
+from weightgrad.core.optimizers.weight_updater import WeightUpdater
 from weightgrad.core.random_streams import SiteStream
 from weightgrad.core.strategies import Strategy
 from weightgrad.core.vector_checks import with_prefix, without_prefix
-from weightgrad.core.weight_updater import WeightUpdater
 from weightgrad.kernels import derive
 from weightgrad.local.gradient_exchange import Exchange, GradientExchange
 from weightgrad.local.local_server import Combiner, LocalServer

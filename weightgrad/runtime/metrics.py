@@ -19,7 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric, generate_latest
 
 import weightgrad
-from weightgrad.core.site_coordinator import SiteCoordinator
+from weightgrad.core.site.coordinator import SiteCoordinator
 from weightgrad.runtime.transport.transport import Peer, Traffic
 
 _ROUND_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightgrad.core.optimizer_spec import OptimizerSpec
+from weightgrad.core.optimizers.spec import OptimizerSpec
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.admission_messages import APART

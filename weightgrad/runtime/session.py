@@ -16,18 +16,18 @@ from weightgrad.core import strategies
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.event_log import EventLog
-from weightgrad.runtime.checkpoint_files import newest_version
-from weightgrad.runtime.entry import Entry
-from weightgrad.runtime.host_tensors import on_host
+from weightgrad.runtime.checkpoints.checkpoint_files import newest_version
+from weightgrad.runtime.checkpoints.portable_state import PortableState
 from weightgrad.runtime.join_options import JoinOptions
-from weightgrad.runtime.model_listeners import ModelListeners
-from weightgrad.runtime.named_calls import NamedCalls
-from weightgrad.runtime.portable_state import PortableState
+from weightgrad.runtime.model.host_tensors import on_host
+from weightgrad.runtime.model.named_calls import NamedCalls
 from weightgrad.runtime.process_group import SiteGroup
-from weightgrad.runtime.progress_log import show_by_default
-from weightgrad.runtime.script_end import ScriptEnd
-from weightgrad.runtime.site_training import SiteTraining
-from weightgrad.runtime.user_model import UserModel
+from weightgrad.runtime.site.entry import Entry
+from weightgrad.runtime.site.model_listeners import ModelListeners
+from weightgrad.runtime.site.progress_log import show_by_default
+from weightgrad.runtime.site.script_end import ScriptEnd
+from weightgrad.runtime.site.training import SiteTraining
+from weightgrad.runtime.site.user_model import UserModel
 
 log = logging.getLogger("weightgrad")
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from weightgrad.core.open_round import ClosedRound
-from weightgrad.core.site_coordinator import SiteCoordinator
+from weightgrad.core.server.open_round import ClosedRound
+from weightgrad.core.site.coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
 from weightgrad.kernels.moments import moments
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics

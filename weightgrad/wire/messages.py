@@ -331,8 +331,8 @@ class Leave:
 class FinalPart:
     """Site to server, before its Leave: what the site adds to the file of the final model.
 
-    All parts of a site together are a safetensors file (`runtime/final_state.py`): the buffers of its module and, where
-    the strategy is judged by quantized weights, those.
+    All parts of a site together are a safetensors file (`runtime/checkpoints/final_state.py`): the buffers of its
+    module and, where the strategy is judged by quantized weights, those.
     """
 
     site: str

@@ -21,4 +21,4 @@ HANDSHAKE_VERSION = 4
 """The JSON admission request and reply. `runtime/admission_messages.py`."""
 
 INPUT_LOG_VERSION = 1
-"""The files of the log of inputs. `runtime/input_log.py`."""
+"""The files of the log of inputs. `runtime/checkpoints/input_log.py`."""

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from weightgrad.cli import app
-from weightgrad.core.push_facts import PushFacts
 from weightgrad.core.residual import Residual
-from weightgrad.core.server_shard import ServerShard
-from weightgrad.core.shard_orders import ApplyOrder
-from weightgrad.core.update_shard import UpdateShard
+from weightgrad.core.server.push_facts import PushFacts
+from weightgrad.core.server.shard import ServerShard
+from weightgrad.core.site.shard_orders import ApplyOrder
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.lab.chaos.random_faults import FAR_SECONDS, LOSS, NARROW, SLOWER, random_conditions, random_faults
 from weightgrad.lab.chaos.simulated import SimulatedChaos, replay
 from weightgrad.lab.chaos.verdict import Verdict, combine, is_deterministic, worst_resume, worst_stall

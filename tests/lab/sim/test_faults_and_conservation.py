@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.site.state import SiteState
 from weightgrad.lab.sim.compute import Compute
 from weightgrad.lab.sim.links import Link, Links
 from weightgrad.lab.sim.local_network import LocalNetwork

@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING
 # The modules of parts are imported for their tables: parts.parse finds what they have entered.
 from weightgrad.codecs import ErrorFeedback
 from weightgrad.codecs.sparse import check_values_codec
-from weightgrad.core import (  # noqa: F401
-    aggregators,
-    consistency,
-    controller,
-    gradient_controller,
-    parts,
-    resume,
-    selectors,
-    triggers,
-)
-from weightgrad.core.substep import MATCHED
+from weightgrad.core import parts
+from weightgrad.core.controller import gradient_controller, update_controller  # noqa: F401
+from weightgrad.core.optimizers.substep import MATCHED
+from weightgrad.core.parts import aggregators, consistency, resume, selectors, triggers  # noqa: F401
 from weightgrad.errors import SpecError, StrategyError
 
 if TYPE_CHECKING:

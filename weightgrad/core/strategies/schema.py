@@ -10,13 +10,13 @@ from typing import Any
 from weightgrad import codecs
 from weightgrad.codecs import Codec
 from weightgrad.core import parts
-from weightgrad.core.controller import Auto
-from weightgrad.core.gradient_controller import Gradients
+from weightgrad.core.controller.gradient_controller import Gradients
+from weightgrad.core.controller.update_controller import Auto
 from weightgrad.core.optimizers import is_linear
-from weightgrad.core.server_strategy import ServerStrategy
-from weightgrad.core.site_strategy import SiteStrategy
+from weightgrad.core.optimizers.substep import MATCHED
+from weightgrad.core.server.strategy import ServerStrategy
+from weightgrad.core.site.strategy import SiteStrategy
 from weightgrad.core.strategies import checks
-from weightgrad.core.substep import MATCHED
 from weightgrad.errors import SpecError, StrategyError
 
 _AUTO_SECONDS = 60.0  # t_global = "auto" until rounds have been measured

@@ -35,7 +35,7 @@ from weightgrad.lab.bench.gpu_steps import Steps
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.deployment import run_config
 from weightgrad.machine import processor
-from weightgrad.runtime.server import GlobalServer, ServeOptions
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 
 NO_GPU = 3

@@ -19,7 +19,7 @@ from typing import Any
 from weightgrad import event_log
 from weightgrad.core.global_model import digest_of
 from weightgrad.core.strategies import Strategy
-from weightgrad.runtime.checkpoint_files import newest_global_model
+from weightgrad.runtime.checkpoints.checkpoint_files import newest_global_model
 from weightgrad.wire.intervals import Intervals
 
 

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from weightgrad.core.guard import Guard
-from weightgrad.core.optimizer_spec import allow_optimizer
+from weightgrad.core.optimizers.spec import allow_optimizer
+from weightgrad.core.server.guard import Guard
 from weightgrad.errors import RecipeError, RunError, StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.lab.cli import recipe_argument
@@ -23,13 +23,13 @@ from weightgrad.lab.recipes.site_list import SiteList
 from weightgrad.lab.report.choices import parse_choices
 from weightgrad.lab.run import deployment
 from weightgrad.runtime import health
-from weightgrad.runtime.peer_check import PeerCheck
-from weightgrad.runtime.roster import Roster
 from weightgrad.runtime.security.credentials import Credentials, Revoked
 from weightgrad.runtime.security.tls_check import is_loopback
-from weightgrad.runtime.server import GlobalServer, ServeOptions
-from weightgrad.runtime.server_group import ServerGroup
-from weightgrad.runtime.server_worker import ServerWorker
+from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
+from weightgrad.runtime.server.group import ServerGroup
+from weightgrad.runtime.server.peer_check import PeerCheck
+from weightgrad.runtime.server.roster import Roster
+from weightgrad.runtime.server.worker import ServerWorker
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weightgrad.core import parts
+from weightgrad.core.parts.triggers import Significance
 from weightgrad.core.strategies import Strategy
-from weightgrad.core.triggers import Significance
 from weightgrad.lab.plan.prediction import Prediction, predict
 from weightgrad.lab.plan.scenario import Scenario
 from weightgrad.lab.plan.stand_in import ENDS

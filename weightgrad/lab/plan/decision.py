@@ -7,7 +7,7 @@ import torch
 from weightgrad import codecs, wire
 from weightgrad.codecs import cost
 from weightgrad.core import strategies
-from weightgrad.core.decision import Decision
+from weightgrad.core.controller.decision import Decision
 from weightgrad.lab.plan.scenario import Scenario
 from weightgrad.wire.sync_schedule import Report
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from weightgrad.codecs import ErrorFeedback, Fp32
 from weightgrad.core import parts, pieces
-from weightgrad.core.aggregators import Outer
-from weightgrad.core.resume import Mix
+from weightgrad.core.parts.aggregators import Outer
+from weightgrad.core.parts.resume import Mix
 from weightgrad.core.strategies import Strategy
 from weightgrad.lab.plan.devices import Device
 from weightgrad.lab.plan.model_cost import ModelCost

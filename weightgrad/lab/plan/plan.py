@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from weightgrad.core.decision import Decision
+from weightgrad.core.controller.decision import Decision
 from weightgrad.core.strategies import Strategy
 from weightgrad.lab.plan.data_range import DataRange, depends_on_data, range_of
 from weightgrad.lab.plan.decision import auto_decision

@@ -20,8 +20,8 @@ from weightgrad.codecs.codec import Codec
 from weightgrad.codecs.dgc import Dgc
 from weightgrad.codecs.warmup import WarmUp
 from weightgrad.core import parts
+from weightgrad.core.parts.triggers import Every, Scheduled, Significance, Staggered
 from weightgrad.core.strategies import Strategy
-from weightgrad.core.triggers import Every, Scheduled, Significance, Staggered
 from weightgrad.event_log import EventLog
 from weightgrad.lab.plan.scenario import Scenario
 from weightgrad.lab.plan.stand_in import ELEMENTS, TYPICAL, Gradients, StandIn, StandInTask, shrunk

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from weightgrad.core import optimizers
-from weightgrad.core.learning_rates import set_rate
+from weightgrad.core.optimizers.learning_rates import set_rate
 from weightgrad.errors import RecipeError
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.recipes.site_list import SiteList

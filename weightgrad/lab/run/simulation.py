@@ -34,8 +34,8 @@ from weightgrad.lab.sim.plan import Fault, SimulationPlan, SiteSpec
 from weightgrad.lab.sim.progress import Progress
 from weightgrad.lab.sim.simulator import Simulator
 from weightgrad.lab.sim.task import Task
-from weightgrad.runtime.final_model import write_whole_model
-from weightgrad.runtime.final_state import FinalState
+from weightgrad.runtime.checkpoints.final_state import FinalState
+from weightgrad.runtime.server.final_model import write_whole_model
 
 __all__ = ["Progress", "chosen_strategy", "fitted_strategy", "simulate", "simulation_plan"]
 

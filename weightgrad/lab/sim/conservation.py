@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightgrad.core.server_state import ClosedRound, ServerState
+from weightgrad.core.server.state import ClosedRound, ServerState
 from weightgrad.core.strategies import Strategy
 from weightgrad.kernels import fixed
 from weightgrad.lab.sim.site import SimSite, Step

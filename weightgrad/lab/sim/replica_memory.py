@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weightgrad.core.server_state import ServerState
-from weightgrad.core.update_shard import UpdateShard
+from weightgrad.core.server.state import ServerState
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.lab.sim import step_memory
 from weightgrad.lab.sim.site import SimSite
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weightgrad.core.global_model import GlobalModel
-from weightgrad.core.open_round import ClosedRound
+from weightgrad.core.server.open_round import ClosedRound
 from weightgrad.event_log import EventLog
 from weightgrad.lab.sim.evaluation import Evaluation
 from weightgrad.lab.sim.links import Links

@@ -19,8 +19,8 @@ from weightgrad.codecs import cost as codec_cost
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.local_model import gather
 from weightgrad.core.random_streams import RunStream
-from weightgrad.core.result_log import MemoryResultLog
-from weightgrad.core.server_state import ClosedRound, Outbox, ServerState
+from weightgrad.core.server.result_log import MemoryResultLog
+from weightgrad.core.server.state import ClosedRound, Outbox, ServerState
 from weightgrad.errors import NonFiniteError, RangeError
 from weightgrad.event_log import EventLog
 from weightgrad.kernels.noise import derive

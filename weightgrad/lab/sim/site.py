@@ -13,7 +13,7 @@ from weightgrad.core import pieces
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.random_streams import RunStream
-from weightgrad.core.site_state import SiteState
+from weightgrad.core.site.state import SiteState
 from weightgrad.kernels.noise import derive
 from weightgrad.lab.sim.lan_traffic import CountingExchange, LanTraffic
 from weightgrad.lab.sim.local_network import allreduce_bytes

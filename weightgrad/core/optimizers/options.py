@@ -1,0 +1,84 @@
+"""The numbers among an optimizer's options, as one list: so they can travel with shared gradients while they change.
+
+A schedule may change more than the common learning rate: momentum or betas (`OneCycleLR`), weight decay, the rate of a
+group. Where gradients are shared every replica takes the same step, so a site whose options are not those that it
+announced sends all numbers among them with its push, and all replicas step with those of the result. The list has, for
+each group in order and each of its options by name, its numbers; the learning rate as a share of the first group's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from weightgrad.core.optimizers.learning_rates import base_rates_of
+
+MOST = 4096
+"""No optimizer has more numbers among its options."""
+
+
+def numbers_of(optimizer: Optimizer) -> list[float]:
+    """The numbers among the options of an optimizer, as they are now."""
+    rates = base_rates_of(optimizer)
+    found: list[float] = []
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for name in _names(optimizer, group):
+            if name == "lr":
+                found.append(group.get("ratio", rate / rates[0] if rates[0] else 1.0))
+            else:
+                found += _flat(group[name])
+    return found
+
+
+def put_numbers(optimizer: Optimizer, numbers: Sequence[float]) -> None:
+    """Set the options of an optimizer of the same kind; the learning rate of a group becomes its share of the first's.
+
+    An optimizer from an `OptimizerSpec` has the share as `ratio`; any other has it as a multiple of its first rate.
+    """
+    left, first = iter(numbers), _number(optimizer.param_groups[0].get("lr", 1.0))
+    for group in optimizer.param_groups:
+        for name in _names(optimizer, group):
+            if name == "lr":
+                share = next(left)
+                if "ratio" in group:
+                    group["ratio"] = share
+                elif isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(first * share)
+                else:
+                    group["lr"] = first * share
+            else:
+                group[name] = _like(group[name], left)
+
+
+def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted(optimizer.defaults) if name in group and _flat(group[name])]
+
+
+def _flat(value: Any) -> list[float]:
+    """The numbers of an option; switches and words have none."""
+    if isinstance(value, (tuple, list)):
+        return [one for part in value for one in _flat(part)]
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        return []
+    number = _number(value)
+    return [number] if math.isfinite(number) else []
+
+
+def _number(value: Any) -> float:
+    return float(value) if not isinstance(value, Tensor) or value.numel() == 1 else math.nan
+
+
+def _like(value: Any, numbers: Iterator[float]) -> Any:
+    """An option with other numbers: what is equal stays as it is, so that its type does too."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_like(one, numbers) if _flat(one) else one for one in value)
+    number = next(numbers)
+    if _number(value) == number:
+        return value
+    if isinstance(value, Tensor):
+        return value.clone().fill_(number)
+    return int(number) if isinstance(value, int) and float(number).is_integer() else number
