@@ -74,7 +74,9 @@ def draw() -> str:
     for (x1, y1), (x2, y2), word in _LINES:
         parts.append(f'<path d="M{x1} {y1} L{x2} {y2}"/>')
         if word:
-            parts.append(f'<text x="{(x1 + x2) // 2 + (45 if x2 > x1 else -45)}" y="{(y1 + y2) // 2}">{word}</text>')
+            beside = 14 + 4 * len(word)  # half of the word, and a gap to the line
+            x = (x1 + x2) // 2 + (beside if x2 > x1 else -beside)
+            parts.append(f'<text x="{x}" y="{(y1 + y2) // 2}">{word}</text>')
     for x, y, width, kind, lines in _BOXES:
         height = 14 + 19 * len(lines)
         parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>')
