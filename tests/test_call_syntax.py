@@ -96,7 +96,7 @@ def test_what_are_no_settings(text: str) -> None:
         parse_settings(text)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.text(max_size=40) | st.text(alphabet="ab(),>='1.[]{} \n", max_size=40))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for reader in (parse, split, parse_settings):

@@ -54,7 +54,7 @@ weights = st.floats(-4, 4, width=32, allow_subnormal=False)
 curvatures = st.floats(2.0**-7, 8, width=32)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(1, 6).flatmap(
         lambda n: st.tuples(*[st.lists(v, min_size=n, max_size=n) for v in (weights, curvatures)])

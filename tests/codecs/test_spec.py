@@ -80,7 +80,7 @@ anything: st.SearchStrategy[codecs.Codec] = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(anything)
 def test_what_it_writes_it_reads(codec: codecs.Codec) -> None:
     spec = str(codec)
@@ -373,7 +373,7 @@ def test_a_long_chain_is_a_codec_or_refused() -> None:
         assert codecs.parse(str(codec)) == codec
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(
     st.text(max_size=30)
     | st.lists(

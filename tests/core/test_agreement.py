@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,7 +40,6 @@ def one_by_one(sites: list[dict[int, float]]) -> Signs:
 
 
 @given(pushes)
-@settings(deadline=None)
 def test_pairs_of_sites_are_counted(sites: list[dict[int, float]]) -> None:
     found = Agreement(NUMEL)
     for site in sites:

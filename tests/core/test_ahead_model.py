@@ -93,7 +93,7 @@ def test_one_site_alone_predicts_the_mean_exactly(optimizer: tuple[str, dict[str
             world.drain("site-0")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 4), st.lists(st.integers(0, 5), max_size=60))
 def test_any_order_of_messages_leaves_the_local_model_ahead_of_the_global_model(
     overlap: int, events: list[int]

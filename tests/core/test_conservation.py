@@ -50,7 +50,7 @@ def play(world: Harness, schedule: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "changes"), ROWS, ids=[name for name, _ in ROWS])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=events)
 def test_nothing_is_lost(name: str, changes: dict[str, Any], schedule: list[tuple[str, int]]) -> None:
     play(Harness(name, **changes), schedule)
@@ -58,7 +58,7 @@ def test_nothing_is_lost(name: str, changes: dict[str, Any], schedule: list[tupl
 
 @pytest.mark.parametrize("consistency", CONSISTENT)
 @pytest.mark.parametrize("name", ["baseline", "weightgrad", "diloco"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=events)
 def test_nothing_is_lost_with_any_consistency(name: str, consistency: str, schedule: list[tuple[str, int]]) -> None:
     play(Harness(name, consistency=consistency), schedule)

@@ -299,7 +299,7 @@ def test_state_survives() -> None:
     assert again.measured.lines(SITES) == found.measured.lines(SITES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(0, 2), st.floats(1e-10, 1e-5), st.lists(st.integers(100, 10**7), min_size=2, max_size=30, unique=True))
 def test_the_fit_finds_delay_and_speed(delay: float, slope: float, sizes: list[int]) -> None:
     sizes = sizes[:9]
@@ -312,7 +312,7 @@ def test_the_fit_finds_delay_and_speed(delay: float, slope: float, sizes: list[i
         assert found[0] + found[1] * size == pytest.approx(delay + slope * size, rel=1e-3, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6)), max_size=20))
 def test_no_measurement_breaks_it(found: list[tuple[float, float]]) -> None:
     one = controller()

@@ -270,7 +270,7 @@ def play(world: Harness, schedule: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules)
 def test_whatever_happens(name: str, schedule: list[tuple[str, int]]) -> None:
     play(begun(name), schedule)
@@ -278,7 +278,7 @@ def test_whatever_happens(name: str, schedule: list[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize("consistency", ["bounded(2)", "backup(1)", "async_()"])
 @pytest.mark.parametrize("name", ["baseline", "diloco"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules)
 def test_whatever_happens_with_any_consistency(name: str, consistency: str, schedule: list[tuple[str, int]]) -> None:
     play(begun(name, consistency=consistency), schedule)

@@ -88,7 +88,7 @@ def test_the_first_two_rounds_differ_in_size_and_then_it_waits_for_reports() -> 
     assert found.decide(SITES) is None, "one round may be a bad impression"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.floats(1e5, 1e12), st.floats(0, 1), st.floats(1e-4, 10), st.integers(0, 6), st.floats(0, 2), st.floats(0.8, 1.25)
 )

@@ -279,7 +279,7 @@ def play(world: Harness, schedule: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules, limit=st.sampled_from([5, 12, pieces.PIECE]))
 def test_nothing_is_lost_by_any_rank(name: str, schedule: list[tuple[str, int]], limit: int) -> None:
     with pieces_of(limit):
@@ -289,7 +289,7 @@ def test_nothing_is_lost_by_any_rank(name: str, schedule: list[tuple[str, int]],
 @pytest.mark.parametrize("consistency", ["sync", "bounded(2)", "backup(1)", "async_()"])
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("resume", ["global_model", "global_model_and_residual(0.25)", "mix(0.5)"])
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules)
 def test_nothing_of_a_fragment_is_lost(
     resume: str, overlap: int, consistency: str, schedule: list[tuple[str, int]]
@@ -419,7 +419,7 @@ def test_processes_and_ranks_together(row: str) -> None:
 
 
 @given(bounds=st.lists(st.integers(1, N - 1), min_size=1, max_size=2, unique=True).map(sorted))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 def test_a_server_may_be_cut_anywhere(bounds: list[int]) -> None:
     name, changes = ELEMENTWISE["adam outside"]
     assert_same(run(name, 12, served=cut_at(*bounds), holdings=SHARDED, **changes), run(name, 12, **changes))
@@ -433,7 +433,7 @@ def test_processes_that_serve_whole_tensors_encode_what_one_would(name: str) -> 
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules, limit=st.sampled_from([5, pieces.PIECE]))
 def test_nothing_is_lost_between_processes(name: str, schedule: list[tuple[str, int]], limit: int) -> None:
     with pieces_of(limit):

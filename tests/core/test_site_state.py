@@ -255,7 +255,7 @@ def play(world: World, schedule: list[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("row", [row for row in ROWS if deterministic(row)])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules("kill", "kill", "kill_server"))
 @example(schedule=ANSWERED_BEFORE_WELCOMED)
 @example(schedule=SAVED_WHILE_WAITING)
@@ -273,7 +273,7 @@ def test_killed_and_restored_sites_end_with_the_same_bits(
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("row", ROWS)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules())
 def test_a_state_is_all_there_is(row: str, sharded: bool, schedule: list[tuple[str, int]]) -> None:
     world = World(row, sharded=sharded)
@@ -289,7 +289,7 @@ def test_a_state_is_all_there_is(row: str, sharded: bool, schedule: list[tuple[s
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("row", [row for row in ROWS if not deterministic(row)])
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(schedule=schedules("kill", "kill_server"))
 def test_where_speed_matters_sites_agree_all_the_same(row: str, sharded: bool, schedule: list[tuple[str, int]]) -> None:
     world = World(row, sharded=sharded)

@@ -40,7 +40,7 @@ def test_the_figures_for_four_workers() -> None:
     assert options["lr"] == pytest.approx(0.065, abs=5e-4)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(n=st.integers(1, 16), momentum=st.floats(0, 0.99), lr=st.floats(1e-4, 10))
 def test_memory_decays_as_fast_and_a_constant_gradient_moves_as_far(n: int, momentum: float, lr: float) -> None:
     changed = {"lr": lr, "momentum": momentum} | Substep.of(MATCHED, n).options({"lr": lr, "momentum": momentum})

@@ -64,7 +64,6 @@ def test_backends_agree(n: int, first: int) -> None:
 
 
 @given(words=WORDS, first=FIRSTS, skipped=st.integers(0, 9))
-@settings(deadline=None)
 def test_is_the_sum_of_its_terms(words: list[int], first: int, skipped: int) -> None:
     """At any address: `skipped` elements before the interval move it off every boundary."""
     x = floats([1] * skipped + words)[skipped:]
@@ -72,7 +71,7 @@ def test_is_the_sum_of_its_terms(words: list[int], first: int, skipped: int) -> 
 
 
 @given(data=st.data(), n=st.integers(0, 3000), first=FIRSTS)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_parts_in_any_order_add_up(data: st.DataObject, n: int, first: int) -> None:
     x = normal(n)
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, n), max_size=6))), n]
@@ -122,7 +121,6 @@ def test_refuses_what_it_cannot_read(x: Tensor) -> None:
 
 
 @given(words=WORDS.filter(bool), first=FIRSTS, data=st.data())
-@settings(deadline=None)
 def test_a_changed_element_always_shows(words: list[int], first: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(words) - 1))
     other = list(words)
@@ -131,7 +129,6 @@ def test_a_changed_element_always_shows(words: list[int], first: int, data: st.D
 
 
 @given(words=st.lists(st.integers(0, MASK32), min_size=2, max_size=70), first=FIRSTS, data=st.data())
-@settings(deadline=None)
 def test_a_swap_shows(words: list[int], first: int, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(words))))
     other = [words[i] for i in order]

@@ -13,7 +13,7 @@ BACKENDS = [name for name in native.BACKENDS if name == "reference" or native.st
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_it_is_the_one_that_sorting_finds(backend: str, data: st.DataObject) -> None:
     few = data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40))

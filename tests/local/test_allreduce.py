@@ -30,7 +30,6 @@ def exchange(ranks: list[QuantizedAllreduce], vectors: list[Tensor], step: int) 
     return [rank.gather(reduced) for rank in ranks]
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 7), numel=st.integers(0, 100), seed=st.integers(0, 1000))
 def test_fp32_is_the_mean_in_the_order_of_the_ranks(size: int, numel: int, seed: int) -> None:
     vectors = [randn(numel, seed + rank) for rank in range(size)]
@@ -154,7 +153,7 @@ def by_columns(size: int, rows: int, columns: int, spec: str) -> list[QuantizedA
     ]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(size=st.integers(1, 5), rows=st.integers(1, 9), columns=st.integers(1, 12))
 def test_fp32_by_columns_is_the_same_mean(size: int, rows: int, columns: int) -> None:
     vectors = [randn(rows * columns, rank) for rank in range(size)]

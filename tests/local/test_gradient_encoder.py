@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,7 +77,6 @@ def test_keys_differ_by_step_and_slot() -> None:
     assert torch.equal(a.body, again.body)
 
 
-@settings(deadline=None)
 @given(clip=st.floats(0.01, 100), scale=st.floats(0, 100))
 def test_clipping_is_by_tensor(clip: float, scale: float) -> None:
     encoder = GradientEncoder(LAYOUT, codecs.parse("fp32()"), key=0, clip_norm=clip)

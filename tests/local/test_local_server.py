@@ -43,7 +43,7 @@ def test_one_gradient_comes_back_bit_for_bit() -> None:
     assert torch.equal(combiner.mean().view(torch.int32), gradient.view(torch.int32))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(kinds=st.lists(st.sampled_from(["plain", "fp32()", "terngrad()", "topk(0.1)"]), min_size=1, max_size=9))
 def test_the_mean_is_the_sum_in_order_over_the_number(kinds: list[str]) -> None:
     combiner = Combiner(LAYOUT, "cpu")
@@ -125,7 +125,7 @@ def test_serial_with_one_worker_is_mean(optimizer: tuple[str, Mapping[str, Any]]
         assert torch.equal(servers[0].master(), servers[1].master())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(1, 8), lr=st.floats(0.001, 1))
 def test_serial_plain_sgd_goes_as_far_as_the_mean(n: int, lr: float) -> None:
     servers = [LocalServer(LAYOUT, randn(99), SGD, combine=combine) for combine in ("mean", "serial")]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightgrad.errors import StateError, StrategyError
 from weightgrad.local import ParameterAverage
 
 
-@settings(deadline=None)
 @given(decay=st.floats(0, 0.9999), values=st.lists(st.floats(-100, 100), min_size=1, max_size=30))
 def test_it_is_the_formula(decay: float, values: list[float]) -> None:
     average, wanted = ParameterAverage(torch.tensor([1.0, -2.0]), decay), [1.0, -2.0]

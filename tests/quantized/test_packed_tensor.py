@@ -86,7 +86,7 @@ def words_of(levels: list[list[int]], bits: int) -> list[list[int]]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([2, 4, 8]), st.integers(1, 4), st.integers(1, 40))
 def test_words_are_those_of_the_specification(data: st.DataObject, bits: int, rows: int, columns: int) -> None:
     level = st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

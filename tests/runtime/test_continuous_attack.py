@@ -99,7 +99,6 @@ def fixture_alone(made: Path) -> str:
 
 @settings(
     max_examples=1,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],

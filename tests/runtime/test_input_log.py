@@ -136,7 +136,7 @@ def test_the_bytes_are_those_of_the_description(tmp_path: Path, monkeypatch: pyt
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(many, st.sampled_from([1, SMALL, 10**6]))
 def test_the_files_are_cut_where_they_are_said_to_be(records: list[LogRecord], file_bytes: int) -> None:
     with fresh() as directory:
@@ -248,7 +248,7 @@ class Disk:
             os.truncate(path, chance.randint(min(self.synced[found.st_ino], found.st_size), found.st_size))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(acts)
 def test_any_sequence_of_operations(sequence: list[tuple[str, Any]]) -> None:
     with fresh() as directory, pytest.MonkeyPatch.context() as patch:
@@ -344,7 +344,7 @@ def test_reading_ends_where_the_log_ended_when_it_began(tmp_path: Path) -> None:
 # -- torn and damaged files ---------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(many, st.data())
 def test_a_last_file_cut_at_any_byte_keeps_every_whole_record(records: list[LogRecord], data: st.DataObject) -> None:
     with fresh() as directory:
@@ -359,7 +359,7 @@ def test_a_last_file_cut_at_any_byte_keeps_every_whole_record(records: list[LogR
         assert reread(directory) == kept + records[:2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(many, st.one_of(st.binary(min_size=1, max_size=200), st.integers(1, 9000).map(bytes)))
 def test_garbage_after_the_last_record_is_removed(records: list[LogRecord], garbage: bytes) -> None:
     with fresh() as directory:
@@ -390,7 +390,7 @@ def assert_flip_is_noticed(directory: Path, records: list[LogRecord], number: in
         path.write_bytes(old)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(many, st.integers(1, 255), st.data())
 def test_a_flipped_byte_is_an_error_that_names_it(records: list[LogRecord], mask: int, data: st.DataObject) -> None:
     with fresh() as directory:
@@ -412,7 +412,7 @@ def test_every_flipped_byte_of_a_log_is_noticed(piece: int, tmp_path: Path, monk
     assert reread(tmp_path) == records
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(many, st.integers(1, 5), st.integers(0, 2**32))
 def test_whatever_happens_to_the_bytes_no_other_data_is_read(records: list[LogRecord], times: int, seed: int) -> None:
     chance = random.Random(seed)

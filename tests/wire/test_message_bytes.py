@@ -62,7 +62,7 @@ WIDE = MessageLimits(max_elements=2**63 - 1)
 
 
 @pytest.mark.parametrize("kind", by_kind)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_round_trip(kind: str, data: st.DataObject) -> None:
     message = data.draw(by_kind[kind])

@@ -48,7 +48,7 @@ from .message_samples import (
 NUMEL = 400
 values = interleaved(width=20)
 part_sizes = st.sampled_from([1, 60, 200, 4 << 20])
-some = settings(max_examples=60, deadline=None)
+some = settings(max_examples=60)
 
 
 @st.composite

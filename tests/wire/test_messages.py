@@ -29,7 +29,7 @@ def sets(draw: st.DrawFn) -> Intervals:
     return Intervals(tuple(zip(bounds[::2], bounds[1::2], strict=False)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(interleaved(width=20), sets(), st.sampled_from(sorted(MODES)))
 def test_a_segment_changes_the_elements_it_has_and_no_others(
     segments: tuple[Segment, ...], held: Intervals, mode: int

@@ -55,7 +55,7 @@ def test_they_are_what_the_safetensors_library_writes_and_reads() -> None:
     assert plain(safetensors.torch.load(blob)) == plain(tensors)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scalars)
 def test_the_size_is_known_without_making_the_bytes(tensors: Mapping[str, Tensor]) -> None:
     blob = blob_of(tensors)

@@ -130,7 +130,7 @@ def tensor_fields(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 @pytest.mark.parametrize("kind", by_kind)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_both_read_the_same(kind: str, data: st.DataObject) -> None:
     message = data.draw(by_kind[kind])

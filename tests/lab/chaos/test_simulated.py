@@ -64,7 +64,7 @@ def toy(strategy: str) -> SimulatedChaos:
 # -- schedules ------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**40), events=st.integers(1, 60), horizon=st.floats(0.1, 1e4))
 def test_a_schedule_is_its_seed_and_lets_the_run_finish(seed: int, events: int, horizon: float) -> None:
     recipe = small()
@@ -134,7 +134,7 @@ def test_the_weather_is_the_four_hardships_of_the_issue() -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=["one half", "other half"])
-@settings(max_examples=252, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=252, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), seed=st.integers(0, 10**6), events=st.integers(1, 10))
 def test_nothing_is_lost_whatever_happens(rows: tuple[str, ...], data: st.DataObject, seed: int, events: int) -> None:
     strategy = data.draw(st.sampled_from(rows))

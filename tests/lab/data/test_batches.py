@@ -12,7 +12,7 @@ from weightgrad.lab.data.shards import Batches
 
 
 @given(n=st.integers(1, 40), batch=st.integers(1, 90), key=st.integers(0, 2**64 - 1), epochs=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_epoch_has_every_sample_once(n: int, batch: int, key: int, epochs: int) -> None:
     indices = torch.arange(n) * 3 + 1
     made = Batches(indices, batch, key)
@@ -22,7 +22,7 @@ def test_every_epoch_has_every_sample_once(n: int, batch: int, key: int, epochs:
 
 
 @given(steps=st.lists(st.integers(0, 200), min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_step_does_not_depend_on_what_was_asked_before(steps: list[int]) -> None:
     indices = torch.arange(23)
     made = Batches(indices, 7, 5)

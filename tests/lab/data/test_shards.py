@@ -23,7 +23,7 @@ def whole(made: Shards, workers: list[int], samples: int) -> None:
 
 
 @given(workers=WORKERS, extra=st.integers(0, 200), classes=st.integers(1, 10), how=HOW, seed=st.integers(0, 2**40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_exactly_one_shard(workers: list[int], extra: int, classes: int, how: object, seed: int) -> None:
     samples = sum(workers) + extra
     labels = torch.randint(classes, (samples,), generator=torch.Generator().manual_seed(seed))
@@ -34,7 +34,7 @@ def test_exactly_one_shard(workers: list[int], extra: int, classes: int, how: ob
 
 
 @given(workers=WORKERS, seed=st.integers(0, 2**40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_folders(workers: list[int], seed: int) -> None:
     ids = torch.repeat_interleave(torch.arange(len(workers)), 7)
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]

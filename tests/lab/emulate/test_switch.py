@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightgrad.lab.emulate.switch import Direction, Lateness, Schedule
@@ -14,7 +14,6 @@ THERE, BACK = (0, 1), (1, 0)
 seconds = st.floats(0.0, 0.5)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 0.02), st.sampled_from([THERE, BACK])), max_size=60), seconds, st.data())
 def test_in_order_and_never_too_early(
     arrivals: list[tuple[float, tuple[int, int]]], delay: float, data: st.DataObject
@@ -82,7 +81,6 @@ def test_hosts_without_a_link_have_no_lane() -> None:
     assert schedule.next_due() is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1e-4, 0.6), min_size=1, max_size=200), st.integers(1, 100))
 def test_lateness_is_a_quantile_within_a_bin(late: list[float], percent: int) -> None:
     lateness = Lateness()

@@ -84,7 +84,7 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(recipes())
 def test_dump_and_yaml_round_trip(value: dict[str, Any]) -> None:
     recipe = Recipe.parse(json.dumps(value), "made.yaml")  # JSON is YAML
@@ -106,7 +106,7 @@ def harmless(text: str) -> None:
         assert Recipe.parse(recipe.to_yaml()) == recipe
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text() | st.text(alphabet="{}[]:,-&*!|>'\"%@#? \n\ta1~.\\xuU"))
 def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
     harmless(text)
@@ -124,7 +124,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.lists(st.tuples(st.sampled_from(PLACES), VALUES | WORDS | st.lists(WORDS, max_size=3)), min_size=1, max_size=4)
 )
@@ -143,7 +143,7 @@ def test_any_value_in_any_place_is_a_recipe_or_a_recipe_error(changes: list[tupl
     harmless(json.dumps(value))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(PLACES) | st.text(max_size=5), st.text(max_size=6) | WORDS), max_size=3))
 def test_any_setting_is_taken_or_is_a_recipe_error(pairs: list[tuple[str, str]]) -> None:
     try:

@@ -179,7 +179,7 @@ sends = st.lists(
 faults = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.sampled_from([0.0, 0.1, 0.5])), max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sends=sends, faults=faults, card=st.sampled_from([None, MB, 3 * MB]))
 def test_nothing_is_faster_than_the_links_and_everything_arrives(
     sends: list[tuple[float, str, bool, int]], faults: list[tuple[float, int, float]], card: float | None
@@ -312,7 +312,6 @@ def test_the_clock_moves_however_little_a_window_has_left() -> None:
 
 
 @given(st.floats(0, 1e8), st.floats(1e6, 1e10), st.floats(1e-3, 0.5), st.integers(1, 10**8))
-@settings(deadline=None)
 def test_a_message_arrives_after_a_few_events_whenever_it_is_sent(at: float, rate: float, delay: float, n: int) -> None:
     net = Net(link(rate=rate, delay=delay), windows=True)
     net.send(at, "one", "a", "hub", n)

@@ -132,7 +132,7 @@ def test_chunks_cover_a_message_and_are_dealt_among_all_connections(total: int) 
 # -- both queues together ---------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 200), max_size=12), st.integers(0, 2**32))
 def test_every_message_once_and_in_order(lengths: list[int], seed: int) -> None:
     chance = random.Random(seed)
