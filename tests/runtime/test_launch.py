@@ -42,7 +42,15 @@ PAPER = "{name: weightgrad-paper, trigger: 'significance(threshold=4.0, at_most=
 """At fixed steps: otherwise a site that is asked for a push answers at the step where it is."""
 
 
-@pytest.mark.parametrize("strategy", [PAPER, "weightgrad-serial", "terngrad"])
+SPARSE = "{name: sparseloco, trigger: every(3), overlap: 1}"
+RELAYED = (
+    "{name: sparseloco, trigger: every(3), overlap: 1, relay: 2, resume: global_model_and_residual(0.25), "
+    "aggregator: mean, down_selector: all, down: ef(topk(0.1))}"
+)
+"""Results that change few entries: the workers of a site pass them on as they are, and pushes of RELAYED as weights."""
+
+
+@pytest.mark.parametrize("strategy", [PAPER, "weightgrad-serial", "terngrad", SPARSE, RELAYED])
 def test_sites_of_two_and_four_workers_send_the_simulators_bytes(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ LAN = LocalNetwork(8e6, 0.001)  # 1 MB/s
 
 def test_one_worker_has_nothing_to_exchange() -> None:
     assert LAN.gather([0.3], [10**9]) == 0.3
-    assert LAN.exchange(0) == LAN.broadcast(1, 10**9) == LAN.allreduce(1, 10**9) == 0.0
+    assert LAN.exchange(0) == LAN.pass_on([10**9]) == LAN.allreduce(1, 10**9) == 0.0
     assert allreduce_bytes(1, 10**9) == 0
 
 
@@ -28,9 +28,10 @@ def test_the_busiest_card_decides() -> None:
     assert LAN.exchange(3_000_000) == pytest.approx(3.001)
 
 
-def test_a_broadcast_is_handed_on() -> None:
-    assert LAN.broadcast(4, 1_000_000) == pytest.approx(1.003)
-    assert LAN.broadcast(4, 0) == 0.0
+def test_what_all_need_is_passed_on_from_worker_to_worker() -> None:
+    assert LAN.pass_on([0, 1_000_000, 0, 0]) == pytest.approx(1.003)
+    assert LAN.pass_on([250_000] * 4) == pytest.approx(0.753), "what a worker has it does not receive"
+    assert LAN.pass_on([0] * 4) == LAN.pass_on([]) == 0.0
 
 
 def test_a_ring_moves_twice_the_vector_less_a_share() -> None:

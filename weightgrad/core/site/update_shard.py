@@ -24,6 +24,7 @@ from weightgrad.core.local_model import LocalModel, add_into, gather, scatter
 from weightgrad.core.parts.aggregators import relayed_shares
 from weightgrad.core.pieces import Piece
 from weightgrad.core.segment_index import SegmentIndex
+from weightgrad.core.site.local_changes import LocalChanges
 from weightgrad.core.site.shard import ShardPlan, SiteShard
 from weightgrad.core.site.shard_orders import ApplyOrder, LoadOrder, PushOrder
 from weightgrad.core.site.state_memory import StateMemory, result_in
@@ -62,6 +63,8 @@ class UpdateShard(SiteShard):
         self._waiting = Intervals(())  # where the local model is not at the reference: the next result puts it there
         self._placed: set[Piece] = set()  # while a push is encoded: pieces at the reference that it leads to
         self._indices: dict[int, SegmentIndex] = {}  # of the pushes in flight
+        self.changes = LocalChanges()
+        """What has moved the local model since ranks with the same weights were told; listed if there are any."""
         self._not_loaded: Intervals | None = None  # while a download is under way: what has not come yet
         if self.step_update is not None:
             self.step_update.begin(local)
@@ -157,6 +160,8 @@ class UpdateShard(SiteShard):
 
     def _place(self, chosen: tuple[Piece, ...]) -> None:
         """Put the local model at the reference."""
+        if chosen:
+            self.changes.end()
         for piece in chosen:
             if not self._place_at_once(piece, self._in_flight_in(piece.intervals), self._in_flight_share):
                 out = self.reference(piece.intervals, self.scratch.of("fresh", piece.numel))
@@ -179,6 +184,7 @@ class UpdateShard(SiteShard):
             in_flight = [*self._in_flight_in(piece.intervals), *(() if segment is None else (segment,))]
             if self._place_at_once(piece, in_flight, order.in_flight_share):
                 self._placed.add(piece)
+                self.changes.end()
 
     # -- rounds --------------------------------------------------------------------------------
 
@@ -231,18 +237,18 @@ class UpdateShard(SiteShard):
 
     def _apply_change(self, order: ApplyOrder, result: RoundResult) -> None:
         """Move the local model by what the reference moves: only what result and pushes hold is touched."""
-        for segment in result.segments:
-            segment.into(self.global_model, fixed.ADD, self.held)
-            self.local.add_segment(segment, fixed.ADD)
-        for segment, share in relayed_shares(result.relayed):
+        for segment, share in (*((one, 1.0) for one in result.segments), *relayed_shares(result.relayed)):
             segment.into(self.global_model, fixed.ADD, self.held, share=share)
-            self.local.add_segment(segment, fixed.ADD, share=share)
+            self.changes.make(self.local, segment, fixed.ADD, share)
         for segments in self.remove_through(order.through):
             for segment in segments:
-                self.local.add_segment(segment, fixed.SUBTRACT, share=self._in_flight_share)
+                self.changes.make(self.local, segment, fixed.SUBTRACT, self._in_flight_share)
+        if self._apart:
+            self.changes.end()  # the encoded segments are on the device
 
     def _apply_whole(self, order: ApplyOrder, result: RoundResult) -> None:
         """Compute the whole local model anew."""
+        self.changes.end()
         rest = self.held - self._waiting
         for piece in self._pieces(rest):  # the local model keeps the fresh update meanwhile
             self.local.write(piece.intervals, self._fresh(piece, None))
@@ -261,6 +267,7 @@ class UpdateShard(SiteShard):
     def _apply_mixed(self, order: ApplyOrder, result: RoundResult) -> None:
         """Mix the local model with the global model where the result moved it."""
         assert self.anchor is not None
+        self.changes.end()
         share = self.plan.resume.own_share
         for segment in result.segments:
             segment.into(self.global_model, fixed.ADD, self.held)
@@ -285,6 +292,7 @@ class UpdateShard(SiteShard):
 
     def begin_load(self, *, discards: bool) -> None:
         """Leave only the fresh update in the local model, until the new global model is there."""
+        self.changes.end()
         self._own()
         if discards:
             self.residual.clear()

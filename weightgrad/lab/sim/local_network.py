@@ -3,8 +3,8 @@
 There are three patterns. `server`: worker 0 is the local server; the others send it their gradients, whose transfers
 share its network card fairly, and the weights leave through it. `sharded`: every worker is the local server of some
 tensors; workers send and receive at the same time, and the busiest card decides. `allreduce`: the ring; every card
-carries 2(n-1)/n of the vector in each direction. What is for all workers alike, such as the result of a round, is
-passed on from worker to worker in pieces. A site of one worker has nothing to exchange.
+carries 2(n-1)/n of the vector in each direction. What one worker has and all need, such as its part of the result of a
+round, is passed on from worker to worker in pieces. A site of one worker has nothing to exchange.
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ class LocalNetwork:
             return 0.0
         return busiest_bytes * 8 / self.bandwidth_bit_s + self.delay_seconds
 
-    def broadcast(self, workers: int, nbytes: int) -> float:
-        """Seconds until all workers have so many bytes of one worker, passed on in pieces from worker to worker."""
-        if workers < 2 or not nbytes:
+    def pass_on(self, sizes: Sequence[int]) -> float:
+        """Seconds until every worker has the bytes of all others, passed on in pieces from worker to worker.
+
+        Args:
+            sizes: the bytes of each worker.
+        """
+        if len(sizes) < 2 or not sum(sizes):
             return 0.0
-        return nbytes * 8 / self.bandwidth_bit_s + (workers - 1) * self.delay_seconds
+        busiest = sum(sizes) - min(sizes)
+        return busiest * 8 / self.bandwidth_bit_s + (len(sizes) - 1) * self.delay_seconds
 
     def allreduce(self, workers: int, nbytes: int) -> float:
         """Seconds of a ring allreduce of so many bytes."""

@@ -13,7 +13,9 @@ from weightgrad.core import pieces
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.random_streams import RunStream
+from weightgrad.core.site.local_changes import changes_nbytes, changes_of_holder, worth_passing_on
 from weightgrad.core.site.state import SiteState
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.kernels.noise import derive
 from weightgrad.lab.sim.lan_traffic import CountingExchange, LanTraffic
 from weightgrad.lab.sim.local_network import allreduce_bytes
@@ -86,6 +88,18 @@ class SimSite:
         self._most_served = self.task.layout.numel if served is None else max(one.numel for one in served)
         self._holdings = replica_holdings(self.place, self.plan, self.task.layout)
         self._ended = False
+        if self._hands_on and self.plan.strategy.shares == "updates":
+            self._update_shard().changes.begin()
+
+    @property
+    def _hands_on(self) -> bool:
+        """Whether workers have replicas of their own, and are handed what moves the model."""
+        return self._replicas > 1 and not self._step.releases_weights
+
+    def _update_shard(self) -> UpdateShard:
+        (shard,) = self.state.shards
+        assert isinstance(shard, UpdateShard)
+        return shard
 
     @property
     def local(self) -> LocalServer | None:
@@ -185,24 +199,36 @@ class SimSite:
         segments = [one.moves if isinstance(one, RoundResult) else one.segments for one in applied]
         seconds = codec_cost.decode_seconds(down, sum(numel(one) for one in segments), self.plan.codec_speed)
         self.times.codec += seconds
-        lan = self.place.lan.broadcast(self.place.workers, self._handed_on(applied))
+        lan = self.place.lan.pass_on(self._handed_on(applied))
         self.times.lan += lan
         return seconds + lan
 
-    def _handed_on(self, applied: list[RoundResult | Push]) -> int:
-        """The bytes that each worker gets, of what moved the model; they are counted.
+    def _handed_on(self, applied: list[RoundResult | Push]) -> list[int]:
+        """The bytes that each worker gives all others, of what moved the model; they are counted.
 
-        A result that is a gradient is passed on as it came. Of an update, the ranks that hold it are sent the result,
-        but the others do not have the global model, which it moves: they are sent the weights.
+        A result that is a gradient is passed on as it came; one that only changes entries of the local model too. What
+        moves all of it, such as a push that leaves it, is handed on as weights.
         """
-        if self._replicas < 2 or self._step.releases_weights:
-            return 0
-        found = 4 * self.task.layout.numel
+        if not self._hands_on:
+            return []
         if self.plan.strategy.shares == "gradients":
             results = [one for one in applied if isinstance(one, RoundResult)]
-            found = sum(self._part_bytes(one.moves, held) for one in results for held in self._holdings)
-        self.times.lan_bytes += (self._replicas - 1) * found
-        return found
+            sizes = [sum(self._part_bytes(one.moves, held) for one in results) for held in self._holdings]
+        else:
+            sizes = self._changed()
+        self.times.lan_bytes += (self._replicas - 1) * sum(sizes)
+        return sizes
+
+    def _changed(self) -> list[int]:
+        """The bytes of what each worker has changed, or of its weights."""
+        kept = self._update_shard().changes
+        changes = kept.listed
+        kept.begin()
+        if changes is not None:
+            sizes = [changes_nbytes(changes_of_holder(changes, held)) for held in self._holdings]
+            if worth_passing_on(sizes, self.task.layout.numel):
+                return sizes
+        return [4 * held.numel for held in self._holdings]
 
     @staticmethod
     def _part_bytes(segments: tuple[Segment, ...], held: Intervals) -> int:
@@ -210,7 +236,10 @@ class SimSite:
         return nbytes(ResultPart(version=0, segments=own, last=True)) if own else 0
 
     def steps_done(self) -> None:
-        """Release the weights once more: in a deployment nobody knows that the step before was the last."""
+        """Hand on what moved the model, and release the weights once more: nobody knows that no step follows."""
+        applied, self.applied = self.applied, []
+        if applied:
+            self._handed_on(applied)
         if self._step.releases_weights and self._replicas > 1:
             self._released()
 

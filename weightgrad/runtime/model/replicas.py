@@ -3,7 +3,9 @@
 Where every rank has the whole model, or HSDP keeps several copies of each shard, the work of the WAN is dealt among the
 ranks that have the same elements (`core/pieces.py`), or falls to the rank that serves them inside the site
 (`local/serving.py`). What one of them writes into its weights, the others are sent, unless they get it from the local
-server anyway. Where a round result is a gradient, it is passed on as it came from the global server, encoded.
+server anyway. A round result that only changes entries is passed on as it came, encoded, and each rank makes the same
+changes; so is a round result that is a gradient. What changes all weights, such as a push that leaves them, is sent as
+weights.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ from torch import Tensor
 
 from weightgrad.core import pieces
 from weightgrad.core.layout import Layout
+from weightgrad.core.site.local_changes import (
+    LocalChange,
+    changes_nbytes,
+    changes_of_holder,
+    pack_changes,
+    unpack_changes,
+    worth_passing_on,
+)
 from weightgrad.runtime.model.module_weights import ModuleWeights
 from weightgrad.runtime.payload_exchange import as_floats
 from weightgrad.runtime.process_group import SiteGroup
@@ -123,6 +133,33 @@ class ReplicaExchange:
                 piece = self._piece(parts, turn)
                 if piece:
                     self._weights.write(piece, as_floats(blob))
+
+    def share_changes(self, changes: Sequence[LocalChange] | None) -> None:
+        """Have all ranks make the changes that the holders of elements have made; called on every rank.
+
+        Args:
+            changes: what this rank has changed; None if its weights have moved in another way. Then, and where the
+                weights take fewer bytes, all ranks send those.
+        """
+        if not self.needed:
+            return
+        own = None if changes is None else changes_of_holder(changes, self._sharding.held[self._group.rank])
+        size = -1 if own is None else changes_nbytes(own)
+        told = self._group.exchange(torch.tensor([size]).view(torch.uint8))
+        sizes = [int(one.clone().view(torch.int64)) for one in told]
+        numel = sum(one.numel for one in self._sharding.held)
+        if own is None or not worth_passing_on([None if one < 0 else one for one in sizes], numel):
+            self.share()
+            return
+        for rank, blob in enumerate(self._group.pass_on(pack_changes(own))):
+            for change in unpack_changes(blob) if rank != self._group.rank else ():
+                for segment in change.segments:
+                    self._weights.add_segment(segment, change.mode, share=change.share)
+
+    @property
+    def takes_changes(self) -> bool:
+        """Whether changes can be passed on: every rank has all elements."""
+        return self.needed and self._sharding.whole
 
     def _sent(self, outgoing: Sequence[Intervals]) -> list[Tensor]:
         """What every rank sends to this one, if this one sends these elements to the others."""

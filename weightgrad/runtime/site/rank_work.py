@@ -17,6 +17,7 @@ from weightgrad.core.global_model import digest_of
 from weightgrad.core.random_streams import RunStream
 from weightgrad.core.shared_buffers import BUFFER
 from weightgrad.core.site.gradient_shard import GradientShard
+from weightgrad.core.site.local_changes import LocalChanges
 from weightgrad.core.site.shard import SiteShard
 from weightgrad.core.site.shard_orders import PushOrder
 from weightgrad.core.site.strategy import SiteStrategy
@@ -105,8 +106,11 @@ class RankWork:
         self.replica: UserReplica | AheadReplica | None = None
         self.shard = self._make_shard(derive(reply.seed, RunStream.SITE_STATE, reply.number))
         self.shard.served = reply.served
+        self._changes = self.shard.changes if isinstance(self.shard, UpdateShard) else LocalChanges()
+        updates = not plan.shares_gradients and not rank_step.releases_weights
+        self._passes_on_changes = updates and self.share.takes_changes
         self._background = BackgroundPush()
-        beside = not plan.shares_gradients and not rank_step.releases_weights and self.shard.step_update is None
+        beside = updates and self.shard.step_update is None
         on_host = model.memory.device.type == "cpu"
         possible = beside and on_host and WeightsSnapshot.possible(model.weights)
         self._snapshot = WeightsSnapshot(model.weights) if possible else None
@@ -164,6 +168,8 @@ class RankWork:
         """Orders follow."""
         self.finish_push()
         self.moved = self._redistributed = False
+        if self._passes_on_changes:
+            self._changes.begin()
 
     def _work(self) -> None:
         """Before weights are read or written: bring them into the form that rounds work on."""
@@ -178,7 +184,7 @@ class RankWork:
         """All orders are done; called on every rank."""
         if self._redistributed:
             if self.moved and not self._rank_step.releases_weights:
-                self.share.share()
+                self._share()
             self._model.weights.end(changed=self.moved)
             if self._plan.shares_gradients:
                 self._rank_step.gradients.end(changed=True)
@@ -187,6 +193,14 @@ class RankWork:
         if self.moved:
             self.buffers.average()
         self._background.start()
+
+    def _share(self) -> None:
+        """Bring ranks with the same weights to what has been written here."""
+        if self._passes_on_changes:
+            self.share.share_changes(self._changes.listed)
+            self._changes.end()
+        else:
+            self.share.share()
 
     def _clear_scratch(self) -> None:
         if self.shard.held.numel > _SMALL_NUMEL and not self._background.pending:
