@@ -164,7 +164,7 @@ def largest(carried: Carried, k: int, key: int) -> Chosen:
     while True:
         place = math.ceil(rank)
         lowest = _LEAST if place > sizes.numel() else max(_LEAST, select.kth_largest(sizes, place))
-        passing = int((sizes >= lowest).sum())  # more than `place` if many are equal, as after a codec of signs
+        passing = fixed.count_at_least(sizes, lowest)  # more than `place` if many are equal, as after a codec of signs
         room = max(room, min(n, int(1.2 * passing * n / sizes.numel()) + 1024))
         found = carried.scan(select.Thresholds.magnitude(fixed.float_of_bits(lowest)), room)
         if found.complete and (found.total >= k or lowest == _LEAST):

