@@ -2,10 +2,15 @@
 
 An optimizer that is made anew in the middle of training, and not prepared, moves the parameters of this site alone:
 no round starts, and nobody else sees its steps.
+
+torch has one table of hooks for all optimizers of a process, and goes through it at every step of any of them. A second
+site may enter or leave in another thread meanwhile, so one hook is registered for good, and the sites that listen are
+a tuple that is replaced as a whole.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
+
+_lock = threading.Lock()
+_listening: tuple[StrangerSteps, ...] = ()
+_registered = False
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Called by torch before a step of any optimizer of the process."""
+    for one in _listening:
+        one.check(optimizer)
 
 
 class StrangerSteps:
@@ -40,10 +55,19 @@ class StrangerSteps:
         )
         self._known = {id(one) for one in known}
         self._parameters = {id(one) for one in parameters}
-        self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
+        global _listening, _registered
+        with _lock:
+            _listening = (*_listening, self)
+            if not _registered:
+                register_optimizer_step_pre_hook(torch.compiler.disable(_before_any_step))
+                _registered = True
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called by torch before a step of any optimizer."""
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse a step of an optimizer that the site does not know.
+
+        Raises:
+            StrategyError: The optimizer steps parameters that the site trains.
+        """
         if id(optimizer) in self._known:
             return
         if any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
@@ -56,4 +80,6 @@ class StrangerSteps:
 
     def remove(self) -> None:
         """Listen no more."""
-        self._handle.remove()
+        global _listening
+        with _lock:
+            _listening = tuple(one for one in _listening if one is not self)
