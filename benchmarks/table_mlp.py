@@ -189,10 +189,10 @@ def tables(plan: Plan, found: Found, cost: list[Row]) -> list[ResultTable]:
 def vector_mb(plan: Plan, numel: int, lan_mb: float) -> float:
     """MB of an average vector: the simulator counts 2 (n-1) a step in the site's LAN.
 
-    The model that comes back from the round after an epoch is handed to the other replicas in fp32, and once more at
-    the end; that is for the evaluation, and is taken off.
+    The model that comes back from the round after an epoch is handed to the other replicas in fp32, and twice more at
+    the end, after the last push and after the last result; that is for the evaluation, and is taken off.
     """
-    handed_on = (plan.epochs + 1) * (WORKERS - 1) * 4 * numel / 1e6
+    handed_on = (plan.epochs + 2) * (WORKERS - 1) * 4 * numel / 1e6
     return (lan_mb - handed_on) / (2 * (WORKERS - 1) * plan.steps)
 
 
