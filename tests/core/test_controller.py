@@ -444,7 +444,7 @@ ADAM = find("auto").with_optimizer("adamw", near=False).auto
 def test_a_line_carries_what_hides(bit_s: float, every: int, density: float) -> None:
     assert isinstance(ADAM, Auto)
     found = ADAM.controller(NUMEL)
-    drive(found, bit_s, 0.02, 0.1, rounds=20)
+    drive(found, bit_s, 0.02, 0.1, rounds=ADAM.young_rounds + 12)
     assert (found.now.schedule.every, found.encoding) == (every, sparse(density, "codebook(bits=2)"))
 
 
@@ -489,3 +489,43 @@ def test_agreement_sends_no_more_than_the_link_carries() -> None:
     slow = controller()
     drive(slow, 1e6, 0.02, 0.03)
     assert found.encoding == slow.encoding
+
+
+def test_a_young_run_sends_more_until_an_entry_waits_for_a_small_part_of_it() -> None:
+    auto = dataclasses.replace(Auto(), every=10, density=0.1, lag=0.25)
+    found = Controller(auto, NUMEL)
+    densities, reasons = [], []
+    for _ in range(auto.young_rounds + 5):
+        reasons += drive(found, 1e9, 0.02, 0.5, rounds=1)
+        densities.append(found.encoding.up_bits)
+        back = Controller(auto, NUMEL)
+        back.load(found.state())
+        assert back.rounds == found.rounds, "a restarted server knows how old the run is"
+    steps = [sparse(density, auto.values).up_bits for density in (0.4, 0.2, 0.1)]
+    assert densities[4] == steps[0]
+    assert densities[2:] == sorted(densities[2:], reverse=True), "it only ever gets sparser"
+    assert set(densities[2:]) == set(steps)
+    assert densities[auto.young_rounds :] == [steps[-1]] * 5
+    assert sum(why.startswith("the run is young, with ") for why in reasons) == 2, reasons
+
+
+def test_a_young_run_sends_no_more_than_its_lines_carry() -> None:
+    young, usual = (Controller(dataclasses.replace(Auto(), every=10, lag=lag), NUMEL) for lag in (0.25, 0.0))
+    for found in (young, usual):
+        drive(found, 0.3e6, 0.02, 0.1, rounds=8)
+    assert young.now.schedule == usual.now.schedule
+
+
+@given(
+    density=st.floats(1e-4, 0.5),
+    lag=st.floats(0.01, 1),
+    rounds=st.integers(0, 10**6),
+)
+def test_the_early_density_leaves_no_entry_waiting_for_longer_than_lag(density: float, lag: float, rounds: int) -> None:
+    auto = Auto(density=density, lag=lag, least=1e-6, alike=0)
+    early = auto.early_density(rounds)
+    assert auto.density <= early <= 0.5
+    assert early == auto.density or early * lag * max(1, rounds) <= 1
+    assert 2 * early > 0.5 or 2 * early * lag * max(1, rounds) > 1, "it is the densest of those"
+    if rounds > auto.young_rounds:
+        assert early == auto.density

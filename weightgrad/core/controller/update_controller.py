@@ -8,9 +8,13 @@ takes the first of the following schedules whose bytes hide behind the compute b
 come within `reach` steps:
 
 1. nothing encoded, a round every step, where every link is faster than the codecs are;
-2. a round every `every` steps with the usual `density`;
+2. a round every `every` steps with the usual `density`, or denser while the run is young;
 3. sparser pushes, down to `least`, at the same steps;
 4. fewer rounds, up to `at_most` steps apart.
+
+With a density of d an entry waits 1/d rounds on average. In a young run that is most of the run: what has been learnt
+so far has hardly been shared. So pushes are denser at first, and as rounds go by the density falls to the usual one: an
+entry waits for no more than `lag` of the rounds so far.
 
 So what a line carries for free is used. With a `budget` a schedule must also keep within that. Lines without any
 distance carry everything (`near_line`).
@@ -59,6 +63,7 @@ _AGREE = 0.6  # when this part of the signs is the same, they no longer do
 _ALIKE = 0.9  # when this part is the same, the sites pull the same way
 _STILL_ALIKE = 0.8  # until it is less than this
 _PROBE = 2.5  # times the usual density in the first round: two sizes tell delay from speed
+_DENSEST = 0.5  # of the entries: beyond that, naming them is not worth it
 _MOST_PROBED = 0.25  # of the entries, on a line of which nothing is known
 
 
@@ -79,6 +84,7 @@ class Auto:
         every: the usual steps between two rounds.
         density: the usual fraction of entries in a push.
         alike: the fraction while the sites agree.
+        lag: for which part of the rounds so far an entry may wait, on average; 0: pushes of a young run are as others.
         least: the smallest density.
         at_most: the most steps between two rounds.
         reach: the steps within which a result should come.
@@ -89,6 +95,7 @@ class Auto:
     every: int = 4
     density: float = 0.01
     alike: float = 0.05
+    lag: float = 0.0
     least: float = 0.0025
     at_most: int = 64
     reach: int = 12
@@ -101,6 +108,7 @@ class Auto:
         check("auto", "every", self.every, 1, 10**6, whole=True)
         check("auto", "density", self.density, 1e-6, 0.5)
         check("auto", "alike", self.alike, 0, 0.5)
+        check("auto", "lag", self.lag, 0, 1)
         check("auto", "least", self.least, 1e-6, self.density)
         check("auto", "at_most", self.at_most, self.every, 10**6, whole=True)
         check("auto", "reach", self.reach, 1, 10**6, whole=True)
@@ -135,17 +143,32 @@ class Auto:
         """The encoding with the usual density."""
         return sparse(self.density, self.values)
 
-    def ladder(self, *, alike: bool = False, unlike: bool = False) -> Iterator[Rung]:
+    @property
+    def young_rounds(self) -> int:
+        """The rounds after which pushes have the usual density, however much they began with."""
+        return math.floor(1 / (2 * self.density * self.lag)) if self.lag else 0
+
+    def early_density(self, rounds: int) -> float:
+        """The density after so many rounds: the usual one, doubled as often as `lag` asks for."""
+        density = self.density
+        while self.lag and 2 * density <= min(_DENSEST, 1 / (self.lag * max(1, rounds))):
+            density *= 2
+        return density
+
+    def ladder(self, *, rounds: int, alike: bool = False, unlike: bool = False) -> Iterator[Rung]:
         """The schedules to choose from, the best first.
 
         Args:
+            rounds: how many have closed.
             alike: whether the sites agree.
             unlike: whether they contradict each other.
         """
         if unlike and self.every > 1:
             yield Rung(self.every // 2, self.usual)
-        if alike and self.alike > self.density:
-            yield Rung(self.every, sparse(self.alike, self.values))
+        early = max(self.early_density(rounds), self.alike if alike else 0.0)
+        while early > self.density:
+            yield Rung(self.every, sparse(early, self.values))
+            early /= 2
         yield Rung(self.every, self.usual)
         density = self.density
         while density / 2 >= self.least:
@@ -186,6 +209,7 @@ class Controller:
     now: Decision = field(init=False)
     measured: Measurements = field(default_factory=Measurements)
     probes: int = 0
+    rounds: int = 0  # that have closed
     others: int | None = None  # how many pushes of others a result relays; None: it is encoded anew
     codec_bytes_s: float = CODEC_BYTES_S
     signs: list[Signs] = field(default_factory=list)  # of the last compared rounds
@@ -239,6 +263,7 @@ class Controller:
             A new decision, or None to go on as before.
         """
         del rate
+        self.rounds += 1
         self.others = max(0, len(present) - 1) if relayed else None
         near = self._near(present)
         if near is None and not self.measured.has_all(present):
@@ -301,8 +326,12 @@ class Controller:
                 f"the sites {how}, {100 * self.agreement:.0f} % of the signs that two of them sent are the same: "
                 f"rounds twice as often; {why}"
             )
-        if self.alike and rung.encoding.up_bits > self.auto.usual.up_bits:
-            why = f"the sites agree on {100 * self.agreement:.0f} % of the signs that two of them sent: denser; {why}"
+        if rung.encoding.up_bits > self.auto.usual.up_bits:
+            if self.alike and self.auto.early_density(self.rounds) < self.auto.alike:
+                reason = f"the sites agree on {100 * self.agreement:.0f} % of the signs that two of them sent"
+            else:
+                reason = f"the run is young, with {self.rounds} rounds"
+            why = f"{reason}: denser; {why}"
         return self._decision(rung, seconds, step, why)
 
     def _rung(self, lines: Mapping[str, tuple[float, float]], step: float) -> Rung:
@@ -310,7 +339,7 @@ class Controller:
         now = self.now.schedule
         least = Rung(now.every, self.encoding).rate / _SLOWER
         reached = []
-        for rung in self.auto.ladder(alike=self.alike, unlike=self.unlike):
+        for rung in self.auto.ladder(rounds=self.rounds, alike=self.alike, unlike=self.unlike):
             if rung.rate >= least:
                 reached.append(rung)
             share = _HIDDEN if rung.rate <= _SLOWER * least else _EAGER
@@ -366,6 +395,7 @@ class Controller:
         found = {
             "now": self.now.to_tensor(),
             "probes": torch.tensor(self.probes),
+            "rounds": torch.tensor(self.rounds),
             "relayed": torch.tensor(self.now.relayed),
             "unlike": torch.tensor(self.unlike),
             "alike": torch.tensor(self.alike),
@@ -376,7 +406,7 @@ class Controller:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self.now = Decision.from_tensor(state["now"], relayed=bool(state["relayed"]))
-        self.probes = int(state["probes"])
+        self.probes, self.rounds = int(state["probes"]), int(state["rounds"])
         self.unlike, self.alike = bool(state["unlike"]), bool(state["alike"])
         self.signs = [Signs(int(common), int(same)) for common, same in state["signs"].tolist()]
         self.measured.load(state)

@@ -8,10 +8,11 @@ from weightgrad import codecs, wire
 from weightgrad.codecs import cost
 from weightgrad.core import strategies
 from weightgrad.core.controller.decision import Decision
+from weightgrad.core.controller.update_controller import Auto
 from weightgrad.lab.plan.scenario import Scenario
 from weightgrad.wire.sync_schedule import Report
 
-_ROUNDS = 24  # more than the controller needs to settle
+_ROUNDS = 24  # more than the controller needs to settle, once a run is no longer young
 _SAMPLE = 1 << 18
 
 
@@ -29,7 +30,7 @@ def auto_decision(scenario: Scenario, step_seconds: float | None = None) -> Deci
     controller.codec_bytes_s = cost.round_trip_bytes_s(strategy.wan_codec("up"), scenario.codec_speed)
     names = [site.name for site in scenario.sites]
     relays = len(names) <= strategy.relay
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS + (auto.young_rounds if isinstance(auto, Auto) else 0)):
         up = encoded_bytes(controller.now.schedule.up, scenario.layout.numel)
         down = (len(names) - 1) * up if relays else encoded_bytes(controller.now.down, scenario.layout.numel)
         for site in scenario.sites:

@@ -20,6 +20,7 @@ from weightgrad.codecs.codec import Codec
 from weightgrad.codecs.dgc import Dgc
 from weightgrad.codecs.warmup import WarmUp
 from weightgrad.core import parts
+from weightgrad.core.controller.update_controller import Auto
 from weightgrad.core.parts.triggers import Every, Scheduled, Significance, Staggered
 from weightgrad.core.strategies import Strategy
 from weightgrad.event_log import EventLog
@@ -225,6 +226,8 @@ def steps_to_play(strategy: Strategy) -> int:
     elif isinstance(trigger, Scheduled):
         every = trigger.steps * 4 if strategy.auto is not None else trigger.steps
     warm = max(_warm_up(strategy.wan_codec(way)) for way in ("up", "down"))
+    if isinstance(strategy.auto, Auto):
+        warm = max(warm, strategy.auto.young_rounds * strategy.auto.every)
     # The result of the last push of a warm start comes after it, and a line that is used all the time fills its queues.
     settled = warm + _SETTLE_STEPS + _SETTLE_STEPS * max(strategy.overlap, strategy.hide)
     wanted = max(_LEAST_STEPS, 2 * settled, 2 * rounds * every)
