@@ -11,7 +11,7 @@ from weightgrad.codecs import Fp32
 from weightgrad.core.local_model import Scratch
 from weightgrad.core.parts import aggregators
 from weightgrad.core.parts.aggregators import Aggregator, Contribution, Memory, SenderMean, relayed_shares
-from weightgrad.errors import ProtocolError
+from weightgrad.errors import ProtocolError, StrategyError
 from weightgrad.kernels import fixed
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RelayedPush, Segment
@@ -92,6 +92,31 @@ def test_sender_mean_divides_each_entry_by_those_who_sent_it(weights: tuple[floa
     found = close(aggregators.SenderMean(), [a, b], list(weights))
     both = (weights[0] * 4 + weights[1] * 8) / sum(weights)
     torch.testing.assert_close(found[:4], torch.tensor([3.0, both, 5.0, 0.0]))
+
+
+@pytest.mark.parametrize("silent", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (4.0, 0.25, 2.0)])
+def test_silent_sites_count_in_part(silent: float, weights: tuple[float, float, float]) -> None:
+    a, b = torch.zeros(N), torch.zeros(N)
+    a[0], a[1], b[1] = 3.0, 4.0, 8.0
+    found = close(aggregators.SenderMean(silent=silent), [a, b, torch.zeros(N)], list(weights))
+    whole, alone, both = sum(weights), weights[0], weights[0] + weights[1]
+    wanted = [
+        3.0 * weights[0] / (alone ** (1 - silent) * whole**silent),
+        (4.0 * weights[0] + 8.0 * weights[1]) / (both ** (1 - silent) * whole**silent),
+        0.0,
+    ]
+    torch.testing.assert_close(found[:3], torch.tensor(wanted))
+
+
+def test_entries_that_all_sites_send_are_their_mean_however_much_silence_counts() -> None:
+    x = [noise(i) for i in range(3)]
+    torch.testing.assert_close(close(aggregators.SenderMean(silent=0.25), x), close(aggregators.Mean(), x))
+
+
+def test_silence_that_takes_more_than_square_roots_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"sender_mean: silent = 0\.3; wanted one of 0\.0, 0\.25, 0\.5"):
+        aggregators.SenderMean(silent=0.3)
 
 
 @pytest.mark.parametrize("aggregator", [aggregators.Median(), aggregators.TrimmedMean(1)])

@@ -176,27 +176,48 @@ class Mean(Aggregator):
         return total if total is None or not weight > 0 else total.div_(weight)
 
 
+_SILENT = (0.0, 0.25, 0.5)
+
+
 @part("aggregator", "sender_mean")
 @dataclass(frozen=True)
 class SenderMean(Aggregator):
-    """For each entry, the mean over the sites that sent it (SparseLoCo)."""
+    """For each entry, the mean over the sites that sent it (SparseLoCo), or between that and the mean over all.
+
+    An entry that k of n sites sent is divided by k^(1 - silent) n^silent. With silent = 0 an entry of one site counts
+    in full, however many there are; with 1 it would be the mean, where one of eight hardly counts.
+
+    Attributes:
+        limit: of the norm of a push against those of the others.
+        silent: how much a site counts that did not send the entry: 0, 0.25 or 0.5. Square roots make the divisor, since
+            they have the same bits on every processor, and powers have not.
+    """
 
     limit: float = 0.0
+    silent: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.silent not in _SILENT:
+            raise StrategyError(f"sender_mean: silent = {self.silent!r}; wanted one of {', '.join(map(str, _SILENT))}")
         check("sender_mean", "limit", self.limit, 0, 1e9)
 
     def combine(
         self, pushes: Sequence[Contribution], intervals: Intervals, weight: float, memory: Memory, scratch: Scratch
     ) -> Tensor | None:
-        """Divide each entry of the sum by the weights of its senders."""
+        """Divide each entry of the sum by the weights of its senders, and of the others as far as they count."""
         del weight, memory
         total = scratch.of("total", intervals.numel).zero_()
         counts = scratch.of("counts", intervals.numel).zero_()
+        present = 0.0
         for push in pushes:
+            own = push.weight / push.scale  # or an entry of one sender would have no limit
+            present += own
             decoded = push.decoded(intervals, scratch.of("decoded", intervals.numel))
-            counts += (decoded != 0) * (push.weight / push.scale)  # or an entry of one sender would have no limit
+            counts += (decoded != 0) * own
             total += decoded.mul_(push.weight)
+        if self.silent:
+            both = scratch.of("both", intervals.numel).copy_(counts).mul_(present).sqrt_()
+            counts = both if self.silent == 0.5 else counts.mul_(both).sqrt_()
         return total.div_(counts.masked_fill_(counts == 0, 1.0)) if _any(pushes, intervals) else None
 
 
