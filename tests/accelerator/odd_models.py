@@ -155,8 +155,12 @@ def dtypes_of_parameters() -> None:
         with pytest.raises(StrategyError, match=f"narrow is {dtype}"):
             trained("diloco, every: 4", pretend.moved, dtype=dtype)
     halved = functools.partial(swapped, lambda values: values.to(torch.float16))
-    plain = {"make": lambda model: SGD(model.parameters(), lr=0.1), "later": halved}
-    same(trained("diloco, every: 4", pretend.moved, **plain), trained("diloco, every: 4", stays, **plain))
+
+    def make(model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1)
+
+    expected = trained("diloco, every: 4", stays, make=make, later=halved)
+    same(trained("diloco, every: 4", pretend.moved, make=make, later=halved), expected)
 
 
 @case

@@ -340,7 +340,7 @@ def group_of_devices(out: Path) -> None:
     """The user's group carries no tensors of the CPU, as one of NCCL; here it is Gloo's, for another kind of device."""
 
     def made(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, rank, ranks, timeout)  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(store, rank, ranks, timeout)
 
     dist.Backend.register_backend("devices", made, devices=["cuda"])
     dist.init_process_group("devices")

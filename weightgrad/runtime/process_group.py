@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weightgrad.errors import StrategyError
-
 _THREAD_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")  # only Linux has it; elsewhere no thread is found and nothing is waited for
 _LOOK_S = 0.02  # between two looks; a thread that waits for the interpreter wakes every 5 ms to ask for it again
@@ -54,7 +52,7 @@ class SiteGroup:
         self.size: int = dist.get_world_size(group) if self._here else 1
         if self._here and self.size > 1 and not _carries_cpu(group):
             self._group = dist.new_group(
-                dist.get_process_group_ranks(group),  # type: ignore[arg-type]
+                dist.get_process_group_ranks(group),
                 timeout=timedelta(seconds=timeout),
                 backend="gloo",
                 use_local_synchronization=True,

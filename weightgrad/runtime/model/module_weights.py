@@ -272,8 +272,8 @@ class ModuleWeights:
             self._written.append((stretch, own))
             places = indices[first:last]
             if _direct(own.device, places):
-                here = (places - stretch.offset).to(own.device)
-                own.index_add_(0, here, values[first:last].to(own.device, own.dtype))
+                own_places = (places - stretch.offset).to(own.device)
+                own.index_add_(0, own_places, values[first:last].to(own.device, own.dtype))
             else:
                 self.copies_of(own.device).add_entries(own, places - stretch.offset, values[first:last])
         self._put_back()
