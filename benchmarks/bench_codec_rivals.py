@@ -3,7 +3,8 @@
     python benchmarks/bench_codec_rivals.py --size-mb 100 --threads 1 --out docs/codec-rivals.md
 
 Measured as in `weightgrad bench codecs`: fp32 bytes divided by the best of several repeats, and
-the ratio to `torch.Tensor.copy_` in the same repeats. All codecs of a job take turns within each
+the ratio to `torch.Tensor.copy_` in the same repeats. With one thread, time is processor time of
+the whole process, because some libraries work in threads of their own. All codecs of a job take turns within each
 repeat, so that a disturbance hits all of them; two tensors take turns too. The last column
 divides a WeightGrad row by the fastest rival that does at least the same task, whatever that
 rival's size and error, taken for encoding and decoding separately: the harshest reading.
@@ -16,7 +17,9 @@ import datetime
 import json
 import statistics
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from weightgrad import codecs, kernels
 from weightgrad.errors import EncodeError
-from weightgrad.lab.bench.codec_speed import seconds
+from weightgrad.kernels.threads import get_threads
 from weightgrad.machine import processor
 from weightgrad.wire import frame_bytes
 
@@ -98,6 +101,14 @@ def our_rows() -> list[Rival]:
         return Rival(Label(job, task, str(codecs.parse(spec)), OURS), lambda like, _: WeightGradCoder(like, spec))
 
     return [entry(*one) for one in SPECS]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long one call takes: processor time of all threads where one is allowed."""
+    clock = time.process_time if get_threads() == 1 else time.perf_counter
+    start = clock()
+    work()
+    return clock() - start
 
 
 @dataclass(frozen=True)

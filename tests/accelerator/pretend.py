@@ -91,6 +91,10 @@ class Accelerator:
         self._pinned.append((made.data_ptr(), made.data_ptr() + nbytes))
         return made
 
+    def pinned_bytes(self) -> int:
+        """How much has been pinned so far."""
+        return sum(stop - start for start, stop in self._pinned)
+
     def is_pinned(self, tensor: Tensor) -> bool:
         first = tensor.data_ptr()
         last = first + tensor.numel() * tensor.element_size()

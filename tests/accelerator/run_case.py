@@ -1,4 +1,4 @@
-"""Does one thing on the pretend accelerator: `run_case.py CASE [ARGUMENTS]`, a function of `cases.py`."""
+"""Does one thing on the pretend accelerator: `run_case.py CASE [ARGUMENTS]`, of `cases.py` or `odd_models.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
+    importlib.import_module("tests.accelerator.odd_models")  # its cases are found by their names, too
     importlib.import_module("tests.accelerator.cases").main(*sys.argv[1:])
     atexit._run_exitfuncs()
     sys.stdout.flush()

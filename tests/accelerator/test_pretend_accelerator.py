@@ -1,6 +1,7 @@
 """The site path on an accelerator that this machine does not have: what crosses to the host, when, and in what order.
 
-`pretend.py` says what the pretend accelerator refuses, `cases.py` has the cases, each a process of its own.
+`pretend.py` says what the pretend accelerator refuses, `cases.py` and `odd_models.py` have the cases, each a process of
+its own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ CASES = (
     "the_check_of_gpus",
     "encoded_bytes_cross",
     "state_that_devices_refuse",
+    "parameters_on_device_and_host",
+    "dtypes_of_parameters",
+    "pinned_memory_is_bounded",
 )
 STRATEGIES = (
     "auto", "baseline", "dgc", "diloco, every: 4", "gaia", "powersgd", "adaptive", "sparseloco, every: 4",
@@ -46,6 +50,12 @@ TRITON = {  # strategies, and kernels that must have worked for the site
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str, tmp_path: Path) -> None:
     processes.run(case, out=tmp_path)
+
+
+@pytest.mark.parametrize("state_on", ["host", "device"])
+@pytest.mark.parametrize("case", ["odd_parameters", "moved_after_prepare"])
+def test_models_and_habits_that_are_rare(case: str, state_on: str, tmp_path: Path) -> None:
+    processes.run(case, state_on, out=tmp_path)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -334,7 +336,24 @@ def passed_on(out: Path) -> None:
     leave(out, found=found, sent=group.sent_bytes, sizes=sizes)
 
 
-KINDS = (fsdp2, columns, save, restore, restore_portable, write_model, local_server, passed_on)
+def group_of_devices(out: Path) -> None:
+    """The user's group carries no tensors of the CPU, as one of NCCL; here it is Gloo's, for another kind of device."""
+
+    def made(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, rank, ranks, timeout)
+
+    dist.Backend.register_backend("devices", made, devices=["cuda"])
+    dist.init_process_group("devices")
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.broadcast(torch.ones(1), 0)
+    group = SiteGroup()
+    mean = group.mean(torch.arange(5.0) * (1 + group.rank))
+    told = group.exchange(torch.tensor([group.rank], dtype=torch.uint8))
+    kept = dist.get_backend_config()
+    leave(out, mean=mean, told=torch.cat(told), rank=group.rank, kept=str(kept))
+
+
+KINDS = (group_of_devices, fsdp2, columns, save, restore, restore_portable, write_model, local_server, passed_on)
 CASES: dict[str, Callable[[Path], None]] = {one.__name__: one for one in KINDS}
 
 
@@ -343,10 +362,10 @@ def main(case: str, out: Path) -> None:
     torch.set_num_threads(1)
     if int(os.environ["WORLD_SIZE"]) == 1:
         dist.init_process_group("gloo")  # `SiteGroup` makes none for one rank, and DTensors need one
-    else:
+    elif case != group_of_devices.__name__:
         SiteGroup()
     CASES[case](out)
-    dist.barrier()
+    SiteGroup().barrier()
 
 
 if __name__ == "__main__":

@@ -83,3 +83,12 @@ def test_a_layout_of_some_tensors() -> None:
     layout = Layout.of_shapes([("a", (2, 3)), ("b", ()), ("c", (4,))])
     some = layout.of_slots([2, 0])
     assert [(slot.name, slot.start, slot.stop) for slot in some.slots] == [("c", 0, 4), ("a", 4, 10)]
+
+
+def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it(tmp_path: Path) -> None:
+    """Most scripts for GPUs begin with `init_process_group("nccl")`."""
+    for rank, one in enumerate(run("group_of_devices", 2, tmp_path)):
+        assert torch.equal(one["mean"], torch.arange(5.0) * 1.5)
+        assert one["told"].tolist() == [0, 1]
+        assert one["rank"] == rank
+        assert one["kept"] == "cuda:devices", "the user's group stays the default one"

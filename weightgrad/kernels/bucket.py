@@ -31,7 +31,7 @@ class BucketSpec:
     levels: int
     norm: str  # "max", "l2", or "given": the scales are input
     stochastic: bool
-    limit: float = math.inf  # x is cut to +-limit first; only where there is no residual
+    limit: float = math.inf  # x is cut to +-limit first; only where there is no residual, and x is finite
 
 
 def quantize(

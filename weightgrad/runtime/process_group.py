@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weightgrad.errors import StrategyError
-
 _THREAD_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")  # only Linux has it; elsewhere no thread is found and nothing is waited for
 _LOOK_S = 0.02  # between two looks; a thread that waits for the interpreter wakes every 5 ms to ask for it again
@@ -33,12 +31,12 @@ _PASSED_BYTES = 1 << 20  # of a piece that is passed on
 class SiteGroup:
     """This process among the ranks of its site; alone if it was not started by torchrun.
 
+    Where the group carries tensors of devices only, as after `init_process_group("nccl")`, those use it, and a group of
+    Gloo with the same ranks is made beside it: encoded gradients and orders are tensors of the CPU.
+
     Args:
         group: The ranks of the site; None takes the default group, and makes one under torchrun if there is none.
         timeout: Seconds after which a collective of a group made here fails.
-
-    Raises:
-        StrategyError: The group cannot carry CPU tensors, which encoded gradients are.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 1800.0) -> None:
@@ -49,9 +47,16 @@ class SiteGroup:
         self._here = dist.is_available() and dist.is_initialized()
         if self._here:
             atexit.register(_end_process_group, ours)
-        self._group = group
+        self._group = self._device_group = group
         self.rank: int = dist.get_rank(group) if self._here else 0
         self.size: int = dist.get_world_size(group) if self._here else 1
+        if self._here and self.size > 1 and not _carries_cpu(group):
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timedelta(seconds=timeout),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
         self.sent_bytes = 0
         """Bytes of gradients, weights, results and buffers that this rank has sent to other ranks.
 
@@ -59,15 +64,10 @@ class SiteGroup:
         """
         self.told_bytes = 0
         """Bytes of everything else: they do not grow with the model."""
-        if self._here and self.size > 1 and not _speaks_cpu(group):
-            raise StrategyError(
-                "the process group cannot carry CPU tensors, which encoded gradients are; "
-                'initialise it with backend "cpu:gloo,cuda:nccl", or let weightgrad.join do it'
-            )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of torch.distributed; None is the default one."""
+        """The process group of torch.distributed that carries tensors of the CPU; None is the default one."""
         return self._group
 
     @property
@@ -89,7 +89,7 @@ class SiteGroup:
             return flat.clone()
         if flat.device.type != "cpu":
             total = flat.clone()
-            dist.all_reduce(total, group=self._group)
+            dist.all_reduce(total, group=self._device_group)
             self.sent_bytes += 2 * (self.size - 1) * flat.numel() * 4 // self.size
             return total.div_(self.size)
         cuts = [rank * flat.numel() // self.size for rank in range(self.size + 1)]
@@ -261,7 +261,7 @@ def _end_process_group(ours: bool) -> None:
     wait_for_gloo_threads()
 
 
-def _speaks_cpu(group: dist.ProcessGroup | None) -> bool:
+def _carries_cpu(group: dist.ProcessGroup | None) -> bool:
     config = str(dist.get_backend_config(group))
     return "cpu" in config or "gloo" in config
 

@@ -3,6 +3,17 @@
 #ifndef WG_BUCKET_LOOPS_H
 #define WG_BUCKET_LOOPS_H
 
+/* The norm of x cut to +-limit, which is finite: where one element lies beyond it, the others need not be looked at. */
+ALWAYS_INLINE uint32_t cut_norm(const float *x, size_t m, float limit) {
+    const uint32_t most = wg_bits(limit);
+    uint32_t top = 0;
+    for (size_t i = 0; i < m && top <= most; i += 128) {
+        const uint32_t own = max_norm(x + i, NULL, m - i < 128 ? m - i : 128);
+        top = own > top ? own : top;
+    }
+    return top < most ? top : most;
+}
+
 ALWAYS_INLINE uint64_t encode_all(const float *x, float *residual, uint64_t n, const wg_quantizer *q, uint8_t *codes,
                                   float *scales, const int bits, const int stochastic, const int clips) {
     for (uint64_t i = 0, b = 0; i < n; i += q->bucket, b++) {
@@ -10,9 +21,8 @@ ALWAYS_INLINE uint64_t encode_all(const float *x, float *residual, uint64_t n, c
         float *r = residual ? residual + i : NULL;
         const int given = q->norm == WG_NORM_GIVEN;
         float norm = given                    ? scales[b] * (float)q->levels
-                     : q->norm == WG_NORM_MAX ? wg_float(max_norm(x + i, r, m))
+                     : q->norm == WG_NORM_MAX ? wg_float(clips ? cut_norm(x + i, m, q->limit) : max_norm(x + i, r, m))
                                               : l2_norm(x + i, r, m, q->limit, clips);
-        if (clips && q->norm == WG_NORM_MAX && norm > q->limit && wg_magnitude(norm) < WG_INFINITY) norm = q->limit;
         if (wg_magnitude(norm) >= WG_INFINITY) return i;
         wg_ruler ruler = wg_make_ruler(norm, q->levels);
         if (given) ruler.scale = scales[b];

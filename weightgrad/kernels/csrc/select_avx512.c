@@ -65,9 +65,9 @@ ALWAYS_INLINE int select_run(wg_pass *p, uint64_t first, size_t m, const wg_sele
         for (size_t j = 0; j < end; j += 16) {
             const size_t i = word + j;
             const __mmask16 some = (__mmask16)(end - j < 16 ? 0xffu : 0xffffu);
-            _mm_prefetch((const char *)(residual + i + (x ? NEAR : PREFETCH_FLOATS)), _MM_HINT_T0);
-            if (x) _mm_prefetch((const char *)(x + i + NEAR), _MM_HINT_T0);
-            if (velocity) _mm_prefetch((const char *)(velocity + i + NEAR), _MM_HINT_T0);
+            _mm_prefetch((const char *)(residual + i + PREFETCH_FLOATS), _MM_HINT_T0);
+            if (x) _mm_prefetch((const char *)(x + i + PREFETCH_FLOATS), _MM_HINT_T0);
+            if (velocity) _mm_prefetch((const char *)(velocity + i + PREFETCH_FLOATS), _MM_HINT_T0);
             const F16 h = advance(x, residual, velocity, i, momentum, &before, &overwritten, some, old != NULL, columns);
             const I16 size = magnitude16(h);
             top = _mm512_max_epu32(top, _mm512_maskz_mov_epi32(some, size));

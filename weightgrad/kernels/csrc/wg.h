@@ -53,7 +53,7 @@ typedef struct {
     int32_t stochastic; /* 0: nearest */
     uint64_t key;
     uint64_t first;     /* index of x[0] in its tensor: a multiple of 32 */
-    float limit;        /* x is cut to +-limit first, where there is no residual; INFINITY does nothing */
+    float limit;        /* x, which is finite then, is cut to +-limit first; without residual; INFINITY does nothing */
 } wg_quantizer;
 
 /* Selection by two thresholds: see select.c. */

@@ -167,7 +167,7 @@ class ModuleWeights:
             target = out[stretch.offset : stretch.offset + stretch.size]
             if own is None:
                 target.zero_()
-            elif own.device == target.device:
+            elif _direct(own.device, target):
                 target.copy_(own)
             else:
                 sources, targets = crossing.setdefault(own.device, ([], []))
@@ -210,7 +210,7 @@ class ModuleWeights:
         """Copy values into the parameters."""
         self._expected.forget()
         for device, (targets, sources) in self._pairs(intervals, values).items():
-            if device == values.device:
+            if _direct(device, values):
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source) if target.data_ptr() != source.data_ptr() else None
             else:
@@ -222,9 +222,9 @@ class ModuleWeights:
         """Add values to the parameters."""
         self._expected.forget()
         for device, (targets, sources) in self._pairs(intervals, values).items():
-            if device == values.device:
+            if _direct(device, values):
                 for target, source in zip(targets, sources, strict=True):
-                    target += source
+                    target += source.to(device)
             else:
                 self.copies_of(device).add(targets, sources)
         self._put_back()
@@ -271,10 +271,11 @@ class ModuleWeights:
                 continue
             self._written.append((stretch, own))
             places = indices[first:last]
-            if own.device != places.device:
-                self.copies_of(own.device).add_entries(own, places - stretch.offset, values[first:last])
+            if _direct(own.device, places):
+                own_places = (places - stretch.offset).to(own.device)
+                own.index_add_(0, own_places, values[first:last].to(own.device, own.dtype))
             else:
-                own.index_add_(0, places - stretch.offset, values[first:last].to(own.dtype))
+                self.copies_of(own.device).add_entries(own, places - stretch.offset, values[first:last])
         self._put_back()
 
     def round_(self, values: Tensor, intervals: Intervals) -> Tensor:
@@ -316,6 +317,11 @@ class ModuleWeights:
                 flat = local.reshape(-1)
                 flat[stretch.place : stretch.place + stretch.size] = own
                 local.copy_(flat.view(local.shape))
+
+
+def _direct(parameter: torch.device, values: Tensor) -> bool:
+    """Whether values are copied as they are: on one device, or to or from parameters that were moved to the host."""
+    return parameter == values.device or parameter.type == "cpu"
 
 
 def _joined(parts: Sequence[Tensor], stretches: Sequence[Stretch], out: Tensor) -> Tensor:
