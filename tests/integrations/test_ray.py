@@ -42,7 +42,8 @@ def test_a_process_group_that_carries_no_cpu_tensors_is_refused(ray_train: Any) 
         )
 
 
-def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, workers: int, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(code)
     documented: dict[str, Any] = {"__name__": "documented_ray"}
@@ -64,7 +65,7 @@ def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, tmp_pa
     environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # Ray writes a token and results there
     environment.pop("RAY_ADDRESS", None)
     with served("diloco, every: 4") as hub:
-        command = [sys.executable, "train.py", hub.address, "east", "1"]
+        command = [sys.executable, "train.py", hub.address, "east", str(workers)]
         with (tmp_path / "log").open("wb") as log:
             job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:
