@@ -4,6 +4,9 @@ A schedule may change more than the common learning rate: momentum or betas (`On
 group. Where gradients are shared every replica takes the same step, so a site whose options are not those that it
 announced sends all numbers among them with its push, and all replicas step with those of the result. The list has, for
 each group in order and each of its options by name, its numbers; the learning rate as a share of the first group's.
+
+Some optimizers count their steps there, or keep what they have estimated (schedule-free ones, Prodigy): what a step
+writes among the options is the optimizer's, and stays when the user's own options come back (`UserOptions`).
 """
 
 from __future__ import annotations
@@ -37,8 +40,11 @@ def numbers_of(optimizer: Optimizer) -> list[float]:
 def put_numbers(optimizer: Optimizer, numbers: Sequence[float]) -> None:
     """Set the options of an optimizer of the same kind; the learning rate of a group becomes its share of the first's.
 
-    An optimizer from an `OptimizerSpec` has the share as `ratio`; any other has it as a multiple of its first rate.
+    An optimizer from an `OptimizerSpec` has the share as `ratio`; any other has it as a multiple of its first rate. A
+    list of another length changes nothing: the optimizer has begun or ended to keep numbers there, as all replicas do.
     """
+    if len(numbers) != len(numbers_of(optimizer)):
+        return
     left, first = iter(numbers), _number(optimizer.param_groups[0].get("lr", 1.0))
     for group in optimizer.param_groups:
         for name in _names(optimizer, group):
@@ -52,6 +58,37 @@ def put_numbers(optimizer: Optimizer, numbers: Sequence[float]) -> None:
                     group["lr"] = first * share
             else:
                 group[name] = _like(group[name], left)
+
+
+class UserOptions:
+    """The numbers among an optimizer's options, kept while those of a result are in place for a step.
+
+    Args:
+        optimizer: The user's optimizer, which has its own options.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._own = [
+            {name: (group[name], _flat(group[name])) for name in _names(optimizer, group)} for group in self._groups
+        ]
+        self._placed: list[dict[str, list[float]]] = []
+
+    def placed(self) -> None:
+        """The options of a result are in place; what differs from them later, the step has written."""
+        self._placed = [
+            {name: _flat(group[name]) for name in own} for group, own in zip(self._groups, self._own, strict=True)
+        ]
+
+    def restore(self) -> None:
+        """The step is done: give the optimizer the user's options back, but for what the step has written."""
+        for group, own, placed in zip(self._groups, self._own, self._placed, strict=True):
+            for name, (value, numbers) in own.items():
+                if placed[name] == numbers or _flat(group[name]) != placed[name]:
+                    continue
+                if isinstance(value, Tensor):
+                    value.fill_(numbers[0])
+                group[name] = value
 
 
 def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
@@ -75,7 +112,8 @@ def _number(value: Any) -> float:
 def _like(value: Any, numbers: Iterator[float]) -> Any:
     """An option with other numbers: what is equal stays as it is, so that its type does too."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_like(one, numbers) if _flat(one) else one for one in value)
+        made = type(value)(_like(one, numbers) if _flat(one) else one for one in value)
+        return value if _flat(made) == _flat(value) else made
     number = next(numbers)
     if _number(value) == number:
         return value

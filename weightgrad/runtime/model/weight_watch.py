@@ -55,7 +55,8 @@ class WeightWatch:
             raise StrategyError(
                 f"{moved[0]} is not what the last optimizer.step() has left: something has written to it since, and "
                 f"{self._strategy} shares gradients, so the other replicas would never see it. Clipping weights, "
-                "making a layer anew and nn.Embedding(max_norm=...) do that. Put such a rule into the forward pass "
+                "making a layer anew, model.half() and back, an optimizer around another (Lookahead) and "
+                "nn.Embedding(max_norm=...) do that. Put such a rule into the forward pass "
                 "(torch.nn.utils.parametrize), or take a strategy that shares updates, such as diloco(every=1)"
             )
 

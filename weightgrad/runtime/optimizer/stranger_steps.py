@@ -1,7 +1,8 @@
 """Notices the steps of an optimizer that the site does not know, on parameters that it trains.
 
 An optimizer that is made anew in the middle of training, and not prepared, moves the parameters of this site alone:
-no round starts, and nobody else sees its steps.
+no round starts, and nobody else sees its steps. One that keeps an optimizer of the site and steps it (SAM, Lookahead)
+is no stranger, as long as it does.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
+from weightgrad.runtime.optimizer.user_optimizer import unwrap_optimizer
 
 
 class StrangerSteps:
@@ -40,13 +42,23 @@ class StrangerSteps:
         )
         self._known = {id(one) for one in known}
         self._parameters = {id(one) for one in parameters}
-        self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
+        self._steps = 0  # of the optimizers that the site listens to
+        self._around: list[tuple[Optimizer, int]] = []  # those that step now and keep one of them; its steps before
+        self._handles = [
+            register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step)),
+            register_optimizer_step_post_hook(torch.compiler.disable(self._after_step)),
+        ]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called by torch before a step of any optimizer."""
         if id(optimizer) in self._known:
+            self._steps += 1
             return
         if any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
+            if id(unwrap_optimizer(optimizer)) in self._known:
+                self._around = [one for one in self._around if one[0] is not optimizer]  # it may have raised
+                self._around.append((optimizer, self._steps))
+                return
             raise StrategyError(
                 f"{type(optimizer).__name__} steps parameters, and is an optimizer that prepare() was not given: site "
                 f"{self._site} trains them, and the other sites would never see its steps. To change the learning rate "
@@ -54,6 +66,17 @@ class StrangerSteps:
                 f"{self._first}leave(), join again, and prepare() the model with it"
             )
 
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called by torch after a step of any optimizer."""
+        if self._around and self._around[-1][0] is optimizer and self._around.pop()[1] == self._steps:
+            inner = type(unwrap_optimizer(optimizer)).__name__
+            raise StrategyError(
+                f"{type(optimizer).__name__} keeps {inner} and has stepped without it: site {self._site} listens to "
+                f"the steps of {inner}, and the other sites would never see this one. Keep no optimizer with the same "
+                f"parameters inside {type(optimizer).__name__}"
+            )
+
     def remove(self) -> None:
         """Listen no more."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
