@@ -19,6 +19,7 @@ from weightgrad.runtime.session import Site
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines" / "ray.md"
 STEPS = 40
+START_S = 1800.0  # a local Ray starts a dozen processes; on a busy machine of two cores that has taken ten minutes
 
 
 @pytest.fixture
@@ -65,6 +66,7 @@ def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, worker
     environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # Ray writes a token and results there
     environment.pop("RAY_ADDRESS", None)
     with served("diloco, every: 4") as hub:
+        hub.wait_for(START_S)
         command = [sys.executable, "train.py", hub.address, "east", str(workers)]
         with (tmp_path / "log").open("wb") as log:
             job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
@@ -76,5 +78,6 @@ def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, worker
             vector = other.end()
         finally:
             job.kill()
+            job.wait()
         assert hub.version >= STEPS // 4
         assert torch.equal(vector, hub.global_model.vector)

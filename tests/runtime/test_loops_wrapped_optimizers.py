@@ -49,7 +49,7 @@ class Sam(Optimizer):
         self.zero_grad()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.first_step()
         torch.enable_grad()(closure)()
         self.second_step()
@@ -65,7 +65,7 @@ class Lookahead(Optimizer):
         self._slow = [one.detach().clone() for group in inner.param_groups for one in group["params"]]
         self._count = itertools.count(1)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step(closure)
         if next(self._count) % 3 == 0:
             fast = [one for group in self.param_groups for one in group["params"]]
@@ -78,7 +78,7 @@ class Lookahead(Optimizer):
 class Forgetful(Lookahead):
     """Keeps an optimizer, and moves the parameters without it."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for slow in (one for group in self.param_groups for one in group["params"]):
                 slow.sub_(slow.grad, alpha=0.1)

@@ -24,7 +24,7 @@ class Counting(Optimizer):
         super().__init__(params, {"lr": lr, "k": 0, "largest": -1.0, "last": [None, None]})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             rate = group["lr"] / (1 + group["k"])
             for parameter in group["params"]:

@@ -36,12 +36,13 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
             "derive from torch.optim.Optimizer and call super().__init__(params, defaults). A loop that moves weights "
             "by hand needs an optimizer that does it, such as torch.optim.SGD"
         )
-    if isinstance(found, torch.optim.LBFGS):
+    stepping: Optimizer = found
+    if isinstance(stepping, torch.optim.LBFGS):
         raise StrategyError(
             "LBFGS calls its closure many times in a step, and gradients are exchanged once; take an optimizer that "
             "needs one gradient for a step, such as AdamW"
         )
-    return found
+    return stepping
 
 
 def _has_hooks(one: Any) -> bool:
@@ -75,5 +76,5 @@ def _is_optimizer(one: Any) -> bool:
     return callable(getattr(one, "step", None)) and isinstance(getattr(one, "param_groups", None), list)
 
 
-def _parameters(optimizer: Optimizer) -> set[int]:
+def _parameters(optimizer: Any) -> set[int]:
     return {id(one) for group in optimizer.param_groups for one in group["params"]}
