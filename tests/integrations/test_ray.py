@@ -65,6 +65,7 @@ def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, worker
 
     environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # Ray writes a token and results there
     environment.pop("RAY_ADDRESS", None)
+    environment["RAY_memory_monitor_refresh_ms"] = "0"  # what else runs on the machine must not have workers killed
     with served("diloco, every: 4") as hub:
         hub.wait_for(START_S)
         command = [sys.executable, "train.py", hub.address, "east", str(workers)]

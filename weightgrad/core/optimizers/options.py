@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from weightgrad.core.optimizers.learning_rates import base_rates_of
 
 MOST = 4096
 """No optimizer has more numbers among its options."""
+_SCHEDULED = {"lr", "momentum", "betas", "weight_decay"}  # what the schedules of torch change, and most by hand
 
 
 def numbers_of(optimizer: Optimizer) -> list[float]:
@@ -89,6 +91,41 @@ class UserOptions:
                 if isinstance(value, Tensor):
                     value.fill_(numbers[0])
                 group[name] = value
+
+
+class WrittenOptions:
+    """What an optimizer has written among its options since it was given to a site, for a checkpoint.
+
+    Options that schedules change are the user's, whose schedule comes back with the user's own state.
+
+    Args:
+        optimizer: The user's optimizer, before its first step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._first = [
+            {name: _flat(group[name]) for name in _names(optimizer, group)} for group in optimizer.param_groups
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The numbers that have changed, by group and name."""
+        found = {}
+        for place, (group, first) in enumerate(zip(self._optimizer.param_groups, self._first, strict=False)):
+            for name in _names(self._optimizer, group):
+                if name not in _SCHEDULED and (now := _flat(group[name])) != first.get(name):
+                    found[f"{place}.{name}"] = torch.tensor(now, dtype=torch.float64)
+        return found
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take back what `tensors` gave; what the optimizer does not have in this form is left out."""
+        for key, numbers in saved.items():
+            place, name = key.split(".", 1)
+            groups = self._optimizer.param_groups
+            group = groups[int(place)] if int(place) < len(groups) else {}
+            if name in group and len(_flat(group[name])) == numbers.numel():
+                group[name] = _like(group[name], iter(numbers.tolist()))
+                self._first[int(place)].pop(name, None)  # written, also if it stays as it is now
 
 
 def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
