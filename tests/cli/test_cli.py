@@ -46,6 +46,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return ran
 
 
+def test_the_version_is_printed(run: Run) -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"weightgrad {metadata.version('weightgrad')}\n")
+
+
 def test_it_can_be_typed(tmp_path: Path) -> None:
     """As a process of its own: what goes well, and a mistake that is one line."""
     (tmp_path / "noise.wg").write_bytes(b"certainly not a frame, is it?")

@@ -19,6 +19,7 @@ from weightgrad.runtime.session import Site
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines" / "ray.md"
 STEPS = 40
+START_S = 1800.0  # a local Ray starts a dozen processes; on a busy machine of two cores that has taken ten minutes
 
 
 @pytest.fixture
@@ -42,7 +43,8 @@ def test_a_process_group_that_carries_no_cpu_tensors_is_refused(ray_train: Any) 
         )
 
 
-def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, workers: int, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(code)
     documented: dict[str, Any] = {"__name__": "documented_ray"}
@@ -63,8 +65,10 @@ def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, tmp_pa
 
     environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # Ray writes a token and results there
     environment.pop("RAY_ADDRESS", None)
+    environment["RAY_memory_monitor_refresh_ms"] = "0"  # what else runs on the machine must not have workers killed
     with served("diloco, every: 4") as hub:
-        command = [sys.executable, "train.py", hub.address, "east", "1"]
+        hub.wait_for(START_S)
+        command = [sys.executable, "train.py", hub.address, "east", str(workers)]
         with (tmp_path / "log").open("wb") as log:
             job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:
@@ -75,5 +79,6 @@ def test_the_documented_script_trains_beside_a_plain_site(ray_train: Any, tmp_pa
             vector = other.end()
         finally:
             job.kill()
+            job.wait()
         assert hub.version >= STEPS // 4
         assert torch.equal(vector, hub.global_model.vector)

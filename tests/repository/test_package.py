@@ -31,7 +31,8 @@ PROJECT = PYPROJECT["project"]
 COMMANDS: dict[str, str] = PROJECT["entry-points"]["weightgrad.commands"]
 EXCEPT = {"torch"}  # constraints-oldest.txt says why
 NOT_INSTALLED = {"mypy", "pytest-cov", "ruff", "types-pyyaml"}  # scripts/test-oldest checks neither style nor coverage
-NOT_INSTALLED |= {"accelerate", "kubeflow-trainer-api", "lightning", "peft", "transformers"}  # nor integrations,
+NOT_INSTALLED |= {"accelerate", "compressed-tensors", "kubeflow-trainer-api", "lightning", "peft", "tensorboard"}
+NOT_INSTALLED |= {"transformers"}  # nor integrations,
 NOT_INSTALLED |= {"triton"}  # nor GPUs
 
 

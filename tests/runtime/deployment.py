@@ -227,6 +227,10 @@ class Hub:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
+    def wait_for(self, seconds: float) -> None:
+        """Let `tick` wait so long from now on, for what is slow to start."""
+        self._until = time.monotonic() + seconds
+
     def tick(self) -> None:
         """Wait a little for something to happen."""
         assert self.error is None, self.error

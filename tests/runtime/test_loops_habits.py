@@ -20,7 +20,7 @@ from weightgrad.runtime.model.weight_watch import FIRST_STEPS
 from weightgrad.runtime.session import Site
 from weightgrad.runtime.site.named_models import stepping_optimizers
 
-from .user_sites import NAMES, STEPS, Meet, Script, backward, batch, flat, network, run_sites, seeded, served
+from .user_sites import NAMES, STEPS, Meet, Script, backward, batch, flat, network, reference, run_sites, seeded, served
 
 UPDATES = "diloco, every: 2"
 EVERY_STEP = "diloco, every: 1"
@@ -288,3 +288,25 @@ def test_parameters_without_values_are_refused_with_what_to_do() -> None:
     ready = copy.deepcopy(nn.Sequential(nn.LazyLinear(2)))
     ready(torch.zeros(1, 3))
     assert [one.shape for one in trainable(ready)] == [(2, 3), (2,)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+def test_a_model_in_torchscript_takes_the_steps_of_the_model_it_was_made_of() -> None:
+    def script(site: Site, meet: Meet) -> Tensor:
+        model: Any = network()
+        model = torch.jit.script(model) if site.name == "west" else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        site.prepare(model, optimizer)
+        meet()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, site.name, step)
+            optimizer.step()
+        site.leave()
+        return flat(model)
+
+    results, global_model = run_sites("baseline", script)
+    assert all(torch.equal(vector, global_model) for vector in results.values())
+    model = network()
+    assert torch.allclose(global_model, reference(model, torch.optim.SGD(model.parameters(), lr=0.1)), atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from weightgrad.runtime.checkpoints.portable_state import PortableState
 from weightgrad.runtime.session import Site
 
 from .deployment import PATIENCE_S
+from .test_loops_written_options import Counting
 from .user_sites import NAMES, Meet, UserScript, backward, flat, network, run_sites, served
 
 BEFORE, AFTER = 5, 6
@@ -45,10 +47,22 @@ def load_dcp(path: Path, site: Site, model: torch.nn.Module, optimizer: torch.op
     state_dict_loader.load({"model": model.state_dict(), "site": site}, checkpoint_id=path / site.name, no_dist=True)
 
 
-def script(path: Path | None, *, ends_at: int, resumes: Any = None, saves: Any = save, leaves: bool = True) -> Any:
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def script(
+    path: Path | None,
+    *,
+    ends_at: int,
+    resumes: Any = None,
+    saves: Any = save,
+    leaves: bool = True,
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer] = adamw,
+) -> Any:
     def run(site: Site, meet: Meet) -> Tensor:
         model = network(1 if resumes is None else 9)  # another life begins with whatever weights
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = make(model)
         if resumes is not None:
             assert path is not None
             resumes(path, site, model, optimizer)
@@ -69,12 +83,14 @@ def script(path: Path | None, *, ends_at: int, resumes: Any = None, saves: Any =
     return run
 
 
-def two_lives(strategy: str, path: Path, first_ends: int, saves: Any = save, loads: Any = load) -> dict[str, Tensor]:
+def two_lives(
+    strategy: str, path: Path, first_ends: int, saves: Any = save, loads: Any = load, make: Any = adamw
+) -> dict[str, Tensor]:
     """What sites end with that were ended after `first_ends` steps, and went on from what they had saved."""
     with served(strategy) as hub:
         for life in (
-            script(path, ends_at=first_ends, saves=saves, leaves=False),
-            script(path, ends_at=BEFORE + AFTER, resumes=loads),
+            script(path, ends_at=first_ends, saves=saves, leaves=False, make=make),
+            script(path, ends_at=BEFORE + AFTER, resumes=loads, make=make),
         ):
             meeting = threading.Barrier(len(NAMES), timeout=PATIENCE_S)
             threads = [UserScript(hub.address, name, life, meeting.wait) for name in NAMES]
@@ -90,6 +106,17 @@ def two_lives(strategy: str, path: Path, first_ends: int, saves: Any = save, loa
 def test_a_run_goes_on_as_if_nothing_had_been(strategy: str, tmp_path: Path) -> None:
     results = two_lives(strategy, tmp_path, BEFORE)
     reference, _ = run_sites(strategy, script(None, ends_at=BEFORE + AFTER))
+    for name in NAMES:
+        assert torch.equal(results[name], reference[name])
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "diloco, every: 2"])
+def test_an_optimizer_that_counts_its_steps_among_its_options_goes_on_counting(strategy: str, tmp_path: Path) -> None:
+    def counting(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Counting(model.parameters())
+
+    results = two_lives(strategy, tmp_path, BEFORE, make=counting)
+    reference, _ = run_sites(strategy, script(None, ends_at=BEFORE + AFTER, make=counting))
     for name in NAMES:
         assert torch.equal(results[name], reference[name])
 

@@ -164,11 +164,11 @@ class GlobalModel:
             segments: the gradient.
             step: the number of steps after it, which decides the learning rate if none is given.
             rate: the learning rate.
-            options: the optimizer's options; those of another number, or none, are the ones it was made with.
+            options: the optimizer's options; without any, those that it was made with.
         """
         if self._optimizer is None:
             return
-        put_numbers(self._optimizer, options if len(options) == len(self._options) else self._options)
+        put_numbers(self._optimizer, options or self._options)
         self._gradient.zero_()
         for segment in segments:
             segment.into(self._gradient, fixed.STORE, self.held)

@@ -8,8 +8,9 @@ comes too late for it. So everything is exchanged, after every step, and the sit
     after every step for the first PATIENCE_S seconds of waiting, however short the steps are;
     then after so many steps that waiting takes at most half of the time.
 
-The round trip is that of the TCP connection, which a tunnel (`ssh -L`) ends on the site's own machine. So the rounds
-must bear it out: a line is not near if even the fastest of its last rounds took FAR_S longer than its bytes explain.
+The round trip is that of the TCP connection, which a tunnel (`ssh -L`) ends on the site's own machine. So after those
+PATIENCE_S the rounds must bear it out: a line is not near if even the fastest of its last rounds took FAR_S longer than
+its bytes explain. Not before, since on a busy machine rounds take long as well, and a short run must not pay for that.
 
 A near line may be thin all the same. Large models are tried on it with a part first, each time at most eight times as
 large as what it has carried, and a line that needs longer for the whole of it than a step does is no near line.
@@ -21,7 +22,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weightgrad.core.controller.link_fit import LinkFit
 from weightgrad.core.controller.measurements import Measurements
 from weightgrad.units import show_seconds
 from weightgrad.wire.sync_schedule import SyncSchedule
@@ -61,13 +61,14 @@ class NearSchedule(NamedTuple):
 def is_near(measured: Measurements, sites: Sequence[str]) -> bool:
     """Whether the lines of all of these sites are known to have no distance."""
     return bool(sites) and all(
-        0 < measured.trips.get(name, 0.0) < NEAR_S and not _is_far(measured.links.get(name)) for name in sites
+        0 < measured.trips.get(name, 0.0) < NEAR_S and not _is_far(measured, name) for name in sites
     )
 
 
-def _is_far(link: LinkFit | None) -> bool:
-    """Whether the rounds of a line show a distance."""
-    if link is None or len(link.rounds) < _FAR_ROUNDS:
+def _is_far(measured: Measurements, site: str) -> bool:
+    """Whether the rounds of a line have shown a distance, after as much waiting as a short run may cost."""
+    link = measured.links.get(site)
+    if link is None or len(link.rounds) < _FAR_ROUNDS or measured.waited.get(site, 0.0) < PATIENCE_S:
         return False
     return min(seconds - link.slope * nbytes for nbytes, seconds in link.rounds) > FAR_S
 

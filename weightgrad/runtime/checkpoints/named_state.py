@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weightgrad.core.layout import Layout
+from weightgrad.core.optimizers.options import WrittenOptions
 from weightgrad.core.site.coordinator import SiteCoordinator
 from weightgrad.core.site.shard import SiteShard, pack_in_flight, unpack_in_flight
 from weightgrad.core.strategies import Strategy
@@ -54,6 +55,7 @@ class NamedState:
     ) -> None:
         self._group, self._strategy, self._seed = group, strategy, seed
         self._model, self._rank_step, self._shard = model, rank_step, shard
+        self._written = WrittenOptions(model.optimizer)
 
     # -- of which run it is ----------------------------------------------------------------------
 
@@ -86,6 +88,7 @@ class NamedState:
         model, rank = self._model, self._group.rank
         found: dict[str, Any] = dict(self._kept_parameters())
         found |= dict(_optimizer_state(model))
+        found |= with_prefix("options.", self._written.tensors())
         found |= {f"buffer.{place}.{rank}": buffer for place, buffer in enumerate(model.buffers)}
         found |= with_prefix(f"rank_step.{rank}.", self._rank_step.state())
         for name, tensor in self._shard.state().items():
@@ -108,6 +111,7 @@ class NamedState:
     def put(self, wanted: Mapping[str, Any], coordinator: SiteCoordinator | None, ranks: int) -> None:
         """Give everybody what has been read into `wanted`, which `ranks` ranks had written."""
         self._give_optimizer(wanted)
+        self._written.load(_under("options.", wanted))
         model, rank = self._model, self._group.rank
         for place, buffer in enumerate(model.buffers):
             buffer.copy_(wanted[f"buffer.{place}.{rank if rank < ranks else 0}"])
@@ -134,7 +138,7 @@ class NamedState:
                     found[name] = target
             elif (
                 (name.startswith("buffer.") and name.endswith(f".{mine}"))
-                or name.startswith((f"rank_step.{rank}.", "coordinator."))
+                or name.startswith((f"rank_step.{rank}.", "coordinator.", "options."))
                 or ".in_flight." in name
                 or name.endswith((".in_flight_share", ".waiting"))
                 or (name.startswith(f"shard.{rank}.") and ranks == self._group.size)

@@ -35,6 +35,7 @@ class LoadGuard:
             module.register_load_state_dict_pre_hook(_ModuleHook(module, self))
             for module in model.modules()
             if next(module.parameters(recurse=False), None) is not None
+            and not isinstance(module, torch.jit.ScriptModule)  # these take no such hook
         ]
 
     def loads(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
@@ -56,8 +57,8 @@ class LoadGuard:
             raise StrategyError(
                 "load_state_dict() after prepare() has given the model other weights than training has, and the other "
                 "sites would never see them. Load weights before prepare(), at the site that starts first: they become "
-                "the global model. To look at other weights, put the own ones back before the next step or leave(), or "
-                "use a copy of the model"
+                "the global model. To end with weights of an earlier moment, call leave() first, and then load them. "
+                "To look at other weights, put the own ones back before the next step or leave(), or use a copy"
             )
 
     def remove(self) -> None:

@@ -20,9 +20,6 @@ from weightgrad.core.optimizers.options import numbers_of, put_numbers
 from weightgrad.runtime.model.named_parameter import NamedParameter
 from weightgrad.wire.intervals import Intervals
 
-Options = list[tuple[list[float], list[float]]]
-"""The learning rates and the other numbers among the options of each optimizer."""
-
 
 class OptimizerSet:
     """Several optimizers, none of which has a parameter of another.
@@ -80,16 +77,6 @@ class OptimizerSet:
             self.optimizers[number].step()
 
     # -- options --------------------------------------------------------------------------------
-
-    def options(self) -> Options:
-        """The options as they are, for `restore`."""
-        return [(rates_of(one), numbers_of(one)) for one in self.optimizers]
-
-    def restore(self, options: Options) -> None:
-        """Have the options that `options` returned."""
-        for one, (rates, numbers) in zip(self.optimizers, options, strict=True):
-            put_numbers(one, numbers)
-            put_rates(one, rates)
 
     def numbers(self) -> list[float]:
         """For each optimizer, its first learning rate and the numbers among its options, as one list."""

@@ -1,10 +1,11 @@
 """Notices the steps of an optimizer that the site does not know, on parameters that it trains.
 
 An optimizer that is made anew in the middle of training, and not prepared, moves the parameters of this site alone:
-no round starts, and nobody else sees its steps.
+no round starts, and nobody else sees its steps. One that keeps an optimizer of the site and steps it (SAM, Lookahead)
+is no stranger, as long as it does.
 
 torch has one table of hooks for all optimizers of a process, and goes through it at every step of any of them. A second
-site may enter or leave in another thread meanwhile, so one hook is registered for good, and the sites that listen are
+site may enter or leave in another thread meanwhile, so two hooks are registered for good, and the sites that listen are
 a tuple that is replaced as a whole.
 """
 
@@ -17,20 +18,43 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
+from weightgrad.runtime.optimizer.user_optimizer import unwrap_optimizer
 
 _lock = threading.Lock()
 _listening: tuple[StrangerSteps, ...] = ()
 _registered = False
 
 
+def _listen(one: StrangerSteps) -> None:
+    global _listening, _registered
+    with _lock:
+        _listening = (*_listening, one)
+        if not _registered:
+            register_optimizer_step_pre_hook(torch.compiler.disable(_before_any_step))
+            register_optimizer_step_post_hook(torch.compiler.disable(_after_any_step))
+            _registered = True
+
+
+def _listen_no_more(one: StrangerSteps) -> None:
+    global _listening
+    with _lock:
+        _listening = tuple(other for other in _listening if other is not one)
+
+
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Called by torch before a step of any optimizer of the process."""
     for one in _listening:
-        one.check(optimizer)
+        one.before_step(optimizer)
+
+
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Called by torch after a step of any optimizer of the process."""
+    for one in _listening:
+        one.after_step(optimizer)
 
 
 class StrangerSteps:
@@ -55,22 +79,24 @@ class StrangerSteps:
         )
         self._known = {id(one) for one in known}
         self._parameters = {id(one) for one in parameters}
-        global _listening, _registered
-        with _lock:
-            _listening = (*_listening, self)
-            if not _registered:
-                register_optimizer_step_pre_hook(torch.compiler.disable(_before_any_step))
-                _registered = True
+        self._steps = 0  # of the optimizers that the site listens to
+        self._around: list[tuple[Optimizer, int]] = []  # those that step now and keep one of them; its steps before
+        _listen(self)
 
-    def check(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer that the site does not know.
 
         Raises:
             StrategyError: The optimizer steps parameters that the site trains.
         """
         if id(optimizer) in self._known:
+            self._steps += 1
             return
         if any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
+            if id(unwrap_optimizer(optimizer)) in self._known:
+                self._around = [one for one in self._around if one[0] is not optimizer]  # it may have raised
+                self._around.append((optimizer, self._steps))
+                return
             raise StrategyError(
                 f"{type(optimizer).__name__} steps parameters, and is an optimizer that prepare() was not given: site "
                 f"{self._site} trains them, and the other sites would never see its steps. To change the learning rate "
@@ -78,8 +104,20 @@ class StrangerSteps:
                 f"{self._first}leave(), join again, and prepare() the model with it"
             )
 
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step of an optimizer that keeps one of the site and has not stepped it.
+
+        Raises:
+            StrategyError: So it has stepped parameters that the site trains by itself.
+        """
+        if self._around and self._around[-1][0] is optimizer and self._around.pop()[1] == self._steps:
+            inner = type(unwrap_optimizer(optimizer)).__name__
+            raise StrategyError(
+                f"{type(optimizer).__name__} keeps {inner} and has stepped without it: site {self._site} listens to "
+                f"the steps of {inner}, and the other sites would never see this one. Keep no optimizer with the same "
+                f"parameters inside {type(optimizer).__name__}"
+            )
+
     def remove(self) -> None:
         """Listen no more."""
-        global _listening
-        with _lock:
-            _listening = tuple(one for one in _listening if one is not self)
+        _listen_no_more(self)

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from weightgrad.core.global_model import GlobalModel
 from weightgrad.core.layout import Layout
 from weightgrad.core.optimizers.learning_rates import put_rates, rates_of
-from weightgrad.core.optimizers.options import numbers_of, put_numbers
+from weightgrad.core.optimizers.options import UserOptions, put_numbers
 from weightgrad.core.site.state_memory import HostMemory, StateMemory
 from weightgrad.kernels import fixed
 from weightgrad.runtime.model.module_gradients import write_gradient
 from weightgrad.runtime.model.module_weights import ModuleWeights
 from weightgrad.runtime.model.replicas import ReplicaExchange
-from weightgrad.runtime.optimizer.optimizer_set import Options, set_of
+from weightgrad.runtime.optimizer.optimizer_set import set_of
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
 
@@ -62,11 +62,9 @@ class UserReplica:
         self._step_now = step_now
         self._memory: StateMemory = HostMemory() if memory is None else memory
         self._waiting = False  # a gradient is in place that nobody has stepped with
-        self._rates: list[float] | None = None
-        self._options: list[float] = []
+        self._own: list[UserOptions] = []  # the user's options, while those of a result are in place
         self._announced = announced
         self._set = set_of(optimizer)
-        self._set_options: Options | None = None  # the user's own, while those of a result are in place
         self._elements = self._set.elements(weights.parameters, layout) if self._set is not None else []
         self._incoming: dict[str, Tensor] = {}
 
@@ -155,24 +153,21 @@ class UserReplica:
 
     def stepped(self) -> None:
         """A step is done: the learning rates are the user's again."""
-        if self._set is not None and self._set_options is not None:
-            self._set.restore(self._set_options)
-            self._set_options = None
-        if self._rates is not None:
-            put_numbers(self._optimizer, self._options)
-            put_rates(self._optimizer, self._rates)
-            self._rates = None
+        for own in self._own:
+            own.restore()
+        self._own = []
 
     def _set_rate(self, rate: float, options: Sequence[float]) -> None:
-        if self._set is not None:
-            self._set_options = self._set.options()
-            self._set.put(options)
-            return
-        self._rates, self._options = rates_of(self._optimizer), numbers_of(self._optimizer)
-        first = self._rates[0]
-        put_rates(self._optimizer, [rate * (one / first if first else 1.0) for one in self._rates])
-        if len(options) == len(self._options) and list(options) != self._options:
+        optimizers = [self._optimizer] if self._set is None else self._set.optimizers
+        self._own = [UserOptions(one) for one in optimizers]
+        if self._set is None:
+            rates = rates_of(self._optimizer)
+            put_rates(self._optimizer, [rate * (one / rates[0] if rates[0] else 1.0) for one in rates])
             put_numbers(self._optimizer, options)
+        else:
+            self._set.put(options)
+        for own in self._own:
+            own.placed()
 
     def resume_passes(self) -> None:
         """Outside of a step: step with the last result, if a site that joined late has been sent those it missed."""
