@@ -108,15 +108,15 @@ def counts() -> None:
 def copies_need_to_be_waited_for() -> None:
     """The target of a copy holds garbage, and its source must be left alone, until an event is waited for."""
     there = torch.arange(4.0).to(DEVICE)
-    room = ACCELERATOR.pinned(16, DEVICE).view(torch.float32)
-    room.copy_(there, non_blocking=True)
-    assert not torch.equal(room, torch.arange(4.0))
+    buffer = ACCELERATOR.pinned(16, DEVICE).view(torch.float32)
+    buffer.copy_(there, non_blocking=True)
+    assert not torch.equal(buffer, torch.arange(4.0))
     event = current_stream().record_event()
-    assert not torch.equal(room, torch.arange(4.0)), "recording is not waiting"
+    assert not torch.equal(buffer, torch.arange(4.0)), "recording is not waiting"
     event.synchronize()
-    same(room, torch.arange(4.0))
-    there.copy_(room, non_blocking=True)
-    room.fill_(7)
+    same(buffer, torch.arange(4.0))
+    there.copy_(buffer, non_blocking=True)
+    buffer.fill_(7)
     raises(RaceError, lambda: current_stream().synchronize())
 
 
@@ -154,8 +154,8 @@ def _parameters(*tensors: Tensor) -> tuple[list[NamedParameter], Layout]:
 
 @case
 def rooms_are_used_again() -> None:
-    """More than fits the rooms, each way, with other work of the user's stream in between."""
-    device_copies._ROOM = 64  # elements: many rooms are needed
+    """More than fits the buffers, each way, with other work of the user's stream in between."""
+    device_copies._MOST_STAGED = 64  # elements: many buffers are needed
     values = torch.randn(5, 100)
     there = values.to(DEVICE)
     copies = DeviceCopies(DEVICE)

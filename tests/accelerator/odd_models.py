@@ -165,7 +165,7 @@ def dtypes_of_parameters() -> None:
 
 @case
 def pinned_memory_is_bounded() -> None:
-    """The state is not pinned: what is pinned are the rooms through which weights cross, six of a piece at most."""
+    """The state is not pinned: what is pinned are the buffers through which weights cross, six of a piece at most."""
     Trial("diloco, every: 4", DEVICE)
-    room = -(-4 * NUMEL // 16) * 16  # a piece: all of this model
-    assert 0 < ACCELERATOR.pinned_bytes() <= 6 * room, ACCELERATOR.pinned_bytes()
+    buffer = -(-4 * NUMEL // 16) * 16  # a piece: all of this model
+    assert 0 < ACCELERATOR.pinned_bytes() <= 6 * buffer, ACCELERATOR.pinned_bytes()

@@ -21,10 +21,10 @@ class Copies:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def rooms(self) -> list[Any]:
+    def staging_buffers(self) -> list[Any]:
         return []
 
-    def download(self, parts: list[Tensor], rooms: list[Any]) -> Any:
+    def download(self, parts: list[Tensor], buffers: list[Any]) -> Any:
         name = str(int(parts[0][0]))
         self.events.append(f"begin {name}")
 

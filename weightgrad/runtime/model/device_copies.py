@@ -11,11 +11,9 @@ other work and the host does something else meanwhile:
 - Everything is ordered by events. The own stream waits for what the user's stream was given before; the user's stream
   waits for the own stream only where weights are written. Nothing ever waits for the whole device.
 - A parameter crosses in its own dtype, bfloat16 as two bytes, and becomes float32 on the host.
-- Pinned memory is a few rooms of a piece each (`core/pieces.py`): two that pieces of a push are read into by turns, so
-  that one is copied while the one before it is encoded, two for everything else that is read, and two that are written
-  from. A room is used again only when the copy from or to it is complete.
-
-Devices without streams, such as MPS, copy at once.
+- Pinned memory is a few staging buffers of a piece each (`core/pieces.py`): two that pieces of a push are read into by
+  turns, so that one is copied while the one before it is encoded, two for everything else that is read, and two that
+  are written from. A staging buffer is used again only when the copy from or to it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: every dtype begins where it may, and 16-byte loads are whole
-_ROOM = 1 << 21  # elements that are copied together, at most: those of a piece
+_MOST_STAGED = 1 << 21  # elements that are copied together, at most: those of a piece
 
 
 def pinned(nbytes: int, device: torch.device) -> Tensor:
@@ -36,7 +34,7 @@ def pinned(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type in ("cuda", "xpu"))
 
 
-class _Room:
+class _StagingBuffer:
     """Pinned memory, and the event of the last copy that uses it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -72,14 +70,16 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _in_rooms(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _in_staging_buffers(
+    first: Sequence[Tensor], second: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Flat tensors that belong together, pair by pair, as many as are copied at a time; large ones are cut."""
     ours: list[Tensor] = []
     theirs: list[Tensor] = []
     count = 0
     for one, other in zip(first, second, strict=True):
-        for own, given in zip(one.split(_ROOM), other.split(_ROOM), strict=True):
-            if ours and count + own.numel() > _ROOM:
+        for own, given in zip(one.split(_MOST_STAGED), other.split(_MOST_STAGED), strict=True):
+            if ours and count + own.numel() > _MOST_STAGED:
                 yield ours, theirs
                 ours, theirs, count = [], [], 0
             ours.append(own)
@@ -95,12 +95,12 @@ class Download:
     It keeps the tensors: memory that is given back is used again by the stream that it is of, beside the copy.
     """
 
-    def __init__(self, room: _Room, parts: list[Tensor], sources: Sequence[Tensor]) -> None:
-        self._room, self._parts, self._sources = room, parts, sources
+    def __init__(self, buffer: _StagingBuffer, parts: list[Tensor], sources: Sequence[Tensor]) -> None:
+        self._buffer, self._parts, self._sources = buffer, parts, sources
 
     def wait(self) -> list[Tensor]:
         """The values, each in its own dtype, in memory that the download after the next one uses again."""
-        self._room.wait()
+        self._buffer.wait()
         self._sources = ()
         return self._parts
 
@@ -113,7 +113,7 @@ def _put(download: Download, targets: list[Tensor]) -> None:
 class DeviceCopies:
     """Copies to and from one device, for one thread.
 
-    Memory: four pinned rooms of at most a piece each, and two for each reader that asks for some.
+    Memory: four pinned staging buffers of at most a piece each, and two for each reader that asks for some.
 
     Args:
         device: An accelerator.
@@ -123,34 +123,34 @@ class DeviceCopies:
         self._device = device
         self._module = torch.get_device_module(device)
         self._stream: Any = self._module.Stream(device) if hasattr(self._module, "Stream") else None
-        self._reading, self._writing = self.rooms(), self.rooms()
+        self._reading, self._writing = self.staging_buffers(), self.staging_buffers()
 
-    def rooms(self) -> list[_Room]:
-        """Two rooms for downloads of one reader."""
-        return [self.room(), self.room()]
+    def staging_buffers(self) -> list[_StagingBuffer]:
+        """Two staging buffers for downloads of one reader."""
+        return [self.staging_buffer(), self.staging_buffer()]
 
-    def room(self) -> _Room:
-        """A room for downloads."""
-        return _Room(self._device)
+    def staging_buffer(self) -> _StagingBuffer:
+        """A staging buffer for downloads."""
+        return _StagingBuffer(self._device)
 
     def hold(self) -> None:
         """Let what the user's stream is given from now on wait for all copies so far."""
         self._applied()
 
-    def download(self, sources: Sequence[Tensor], rooms: list[_Room]) -> Download:
-        """Start to copy flat tensors of the device to the host, into the rooms of a reader by turns."""
-        room = self._next(rooms)
-        parts = room.of(sources)
+    def download(self, sources: Sequence[Tensor], buffers: list[_StagingBuffer]) -> Download:
+        """Start to copy flat tensors of the device to the host, into the staging buffers of a reader by turns."""
+        buffer = self._next(buffers)
+        parts = buffer.of(sources)
         with self._beside():
             for part, source in zip(parts, sources, strict=True):
                 part.copy_(source, non_blocking=self._stream is not None)
-            self._mark(room)
-        return Download(room, parts, sources)
+            self._mark(buffer)
+        return Download(buffer, parts, sources)
 
     def read(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy flat tensors of the device into memory of the host, and wait for it."""
         before: tuple[Download, list[Tensor]] | None = None
-        for own, out in _in_rooms(sources, targets):
+        for own, out in _in_staging_buffers(sources, targets):
             after = (self.download(own, self._reading), out)
             if before is not None:
                 _put(*before)
@@ -160,20 +160,20 @@ class DeviceCopies:
 
     def store(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Write values of the host to flat tensors of the device, in their dtypes."""
-        for own, given in _in_rooms(targets, values):
-            room = self._next(self._writing)
-            parts = room.of(own)
+        for own, given in _in_staging_buffers(targets, values):
+            buffer = self._next(self._writing)
+            parts = buffer.of(own)
             for part, value in zip(parts, given, strict=True):
                 part.copy_(value)
             with self._beside():
                 for part, target in zip(parts, own, strict=True):
                     target.copy_(part, non_blocking=self._stream is not None)
-                self._mark(room)
+                self._mark(buffer)
         self._applied()
 
     def add(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Add float32 values of the host to flat tensors of the device."""
-        for own, given in _in_rooms(targets, values):
+        for own, given in _in_staging_buffers(targets, values):
             for target, arrived in zip(own, self._uploaded(given), strict=True):
                 with self._on_stream():
                     target += arrived
@@ -196,8 +196,8 @@ class DeviceCopies:
 
     def _uploaded(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the device, made on the own stream, for work on it."""
-        room = self._next(self._writing)
-        parts = room.of(values)
+        buffer = self._next(self._writing)
+        parts = buffer.of(values)
         for part, value in zip(parts, values, strict=True):
             part.copy_(value)
         arrived = []
@@ -205,13 +205,13 @@ class DeviceCopies:
             for part in parts:
                 one = torch.empty(part.shape, dtype=part.dtype, device=self._device)
                 arrived.append(one.copy_(part, non_blocking=self._stream is not None))
-            self._mark(room)
+            self._mark(buffer)
         return arrived
 
     @staticmethod
-    def _next(rooms: list[_Room]) -> _Room:
-        rooms.append(rooms.pop(0))
-        return rooms[-1]
+    def _next(buffers: list[_StagingBuffer]) -> _StagingBuffer:
+        buffers.append(buffers.pop(0))
+        return buffers[-1]
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -224,9 +224,9 @@ class DeviceCopies:
     def _on_stream(self) -> Any:
         return contextlib.nullcontext() if self._stream is None else self._module.stream(self._stream)
 
-    def _mark(self, room: _Room) -> None:
+    def _mark(self, buffer: _StagingBuffer) -> None:
         if self._stream is not None:
-            room.used_until(self._stream.record_event())
+            buffer.used_until(self._stream.record_event())
 
     def _applied(self) -> None:
         """Weights were written, or read: what the user's stream is given from now on comes after that."""

@@ -57,13 +57,13 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device, copies: DeviceCopies) -> None:
         self.device = device
-        self._copies, self._rooms = copies, copies.rooms()
+        self._copies, self._staging = copies, copies.staging_buffers()
 
     def leave(self, segments: Iterable[Segment]) -> Iterator[tuple[Segment, Segment]]:
         """Copy the bytes of a segment to the host while the next one is encoded."""
         before: tuple[Segment, Download] | None = None
         for segment in segments:
-            after = (segment, self._copies.download([segment.payload.body], self._rooms))
+            after = (segment, self._copies.download([segment.payload.body], self._staging))
             if before is not None:
                 yield _left(*before)
             before = after

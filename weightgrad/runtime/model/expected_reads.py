@@ -23,7 +23,7 @@ class ExpectedReads:
         self._copies, self._parts = copies, parts
         self._upcoming: list[Intervals] = []  # the next one last
         self._coming: tuple[Intervals, Download] | None = None  # the next one, on its way
-        self._rooms: list[Any] | None = None  # where they arrive
+        self._staging: list[Any] | None = None  # where they arrive
 
     def expect(self, upcoming: Sequence[Intervals]) -> None:
         """Let these come meanwhile, one after the other."""
@@ -56,6 +56,6 @@ class ExpectedReads:
             intervals = self._upcoming.pop()
             if parts := self._parts(intervals):
                 copies = self._copies()
-                self._rooms = copies.rooms() if self._rooms is None else self._rooms
-                self._coming = (intervals, copies.download(parts, self._rooms))
+                self._staging = copies.staging_buffers() if self._staging is None else self._staging
+                self._coming = (intervals, copies.download(parts, self._staging))
                 return

@@ -34,7 +34,7 @@ class WeightsSnapshot:
     def __init__(self, weights: ModuleWeights) -> None:
         self._weights = weights
         self._copies: DeviceCopies = weights.copies_of(weights.device)
-        self._rooms: list[Any] = []
+        self._staging: list[Any] = []
         self._coming: dict[Intervals, Download] = {}
         self._waited = True  # whether the user's stream waits for the copies
 
@@ -46,11 +46,11 @@ class WeightsSnapshot:
 
     def take(self, upcoming: Sequence[Intervals]) -> None:
         """Start to copy the weights of these pieces, as they are now. Earlier copies are forgotten."""
-        while len(self._rooms) < len(upcoming):
-            self._rooms.append(self._copies.room())
+        while len(self._staging) < len(upcoming):
+            self._staging.append(self._copies.staging_buffer())
         self._coming = {
-            intervals: self._copies.download(self._weights.parts(intervals), [room])
-            for intervals, room in zip(upcoming, self._rooms, strict=False)
+            intervals: self._copies.download(self._weights.parts(intervals), [buffer])
+            for intervals, buffer in zip(upcoming, self._staging, strict=False)
         }
         self._waited = False
 
