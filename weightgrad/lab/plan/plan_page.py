@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from weightgrad.errors import PlanError
 from weightgrad.lab.plan import timeline
 from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.plan import Plan
@@ -15,9 +16,16 @@ _STYLE = (Path(__file__).parent / "plan.css").read_text(encoding="utf-8")
 
 
 def write(plan: Plan, path: Path) -> None:
-    """Write the page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html(plan), encoding="utf-8")
+    """Write the page.
+
+    Raises:
+        PlanError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html(plan), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--page {path} cannot be written: {error.strerror or error}; choose another file") from error
 
 
 def html(plan: Plan) -> str:
