@@ -152,7 +152,7 @@ def test_chromium_shows_what_the_log_of_a_real_run_with_a_cut_says(tmp_path: Pat
     assert re.search(r'<span class="pill finished" id="status">finished</span>', page), page[:2000]
     assert f'data-version="{rounds[-1]["version"]}"' in page
     assert f"<b>{len(rounds)}</b><span>rounds</span>" in page
-    assert "<b>24 / 24</b>" in page
+    assert "<b>24</b><span>of 24 steps</span>" in page
     assert "cut hub - west" in page
     assert "heal hub - west" in page
     moved = sum(line["up_bytes"] + line["down_bytes"] for line in ends.values())

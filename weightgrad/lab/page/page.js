@@ -16,6 +16,7 @@ const bytes = (v) => unit(v, ["B", "kB", "MB", "GB", "TB", "PB"]);
 const rate = (v) => unit(v, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"]);
 function seconds(v) {
   if (v === null || v === undefined) return "–";
+  if (v && Math.abs(v) < 0.001) return Number((1e6 * v).toPrecision(3)) + " µs";
   if (Math.abs(v) < 1) return Number((1000 * v).toPrecision(3)) + " ms";
   if (v < 120) return Number(v.toPrecision(3)) + " s";
   if (v < 7200) return Number((v / 60).toPrecision(3)) + " min";
@@ -24,6 +25,7 @@ function seconds(v) {
 const percent = (v) => (v === null || v === undefined ? "–" : (100 * v).toFixed(v < 0.1 ? 1 : 0) + " %");
 const number = (v, digits) => (v === null || v === undefined ? "–" : Number(v.toPrecision(digits || 4)).toLocaleString("en"));
 
+const whole = (v) => v.toLocaleString("en");
 const dollars = (v) => "$" + (v && v < 0.1 ? Number(v.toPrecision(2)).toFixed(Math.min(8, 1 - Math.floor(Math.log10(v)))) : v.toFixed(2));
 
 function element(name, text, kind) {
@@ -48,13 +50,20 @@ function picture(id, width, height, label) {
   return found;
 }
 function nothing(id, text) { by(id).replaceChildren(element("p", text, "none")); }
+function mark() { // a card with nothing to show is no taller than its words
+  document.querySelectorAll(".card").forEach((card) => card.classList.toggle("empty", Boolean(card.querySelector(".none"))));
+}
 
 function table(id, heads, rows) {
   const head = element("tr");
   heads.forEach((text) => head.appendChild(element("th", text)));
   const body = rows.map((cells) => {
     const row = element("tr");
-    cells.forEach((cell) => row.appendChild(cell instanceof Node ? cell : element("td", cell)));
+    cells.forEach((cell, i) => {
+      const made = cell instanceof Node ? cell : element("td", cell);
+      made.dataset.head = heads[i]; // on a telephone, where a row is a block, its cells are named
+      row.appendChild(made);
+    });
     return row;
   });
   by(id).replaceChildren(head, ...body);
@@ -64,7 +73,7 @@ function tiles(d) {
   const step = Math.max(0, ...d.sites.map((s) => s.step));
   const late = d.last_round && d.last_round.late ? d.last_round.late : "–";
   const rows = [
-    [d.steps ? `${step} / ${d.steps}` : String(step), "step"], [String(d.rounds), "rounds"], [seconds(d.t), "time"],
+    [whole(step), d.steps ? `of ${whole(d.steps)} steps` : "steps"], [whole(d.rounds), "rounds"], [seconds(d.t), "time"],
     [bytes(d.up_bytes + d.down_bytes), "WAN bytes so far"], [dollars(d.dollars), `so far, ${dollars(d.dollars_hour)} an hour`],
     [late, "last to come in the last round"],
   ];
@@ -103,7 +112,7 @@ function tree(d) {
     shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
     const known = s.delay_seconds === null || s.delay_seconds === undefined ? null : 2 * s.delay_seconds;
     const trip = s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : known === null ? "" : `trip ${seconds(known)}`;
-    const line = [s.bandwidth_bit_s ? rate(s.bandwidth_bit_s) : "", trip].filter(Boolean).join(", ");
+    const line = [s.bandwidth_bit_s ? `${rate(s.bandwidth_bit_s)} by recipe` : "", trip].filter(Boolean).join(", ");
     const lost = [s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : ""].filter(Boolean).join(", ");
     shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, line);
     shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, lost || "no loss, no cut");
@@ -129,10 +138,13 @@ function curve(id, series, format, label, limits, empty = "nothing yet") {
   if (x0 === x1) x0 = 0;
   if (limits) { y0 = Math.max(limits[0], y0 - 0.05); y1 = Math.min(limits[1], y1 + 0.05); }
   if (y0 === y1) { y0 -= 0.5; y1 += 0.5; }
-  const X = (x) => L + (W - L - R) * (x - x0) / (x1 - x0), Y = (y) => H - B - (H - B - T) * (y - y0) / (y1 - y0);
-  const svg = picture(id, W, H, label);
+  // What falls to a small part of where it began would be a line along the floor: its logarithm is drawn.
+  const middle = ys.slice().sort((a, b) => a - b)[ys.length >> 1], log = !limits && y0 >= 0 && y1 > 20 * middle;
+  const scale = (y) => (log ? Math.log10(Math.max(y, 1e-4 * y1)) : y), lowest = scale(y0), highest = scale(y1);
+  const X = (x) => L + (W - L - R) * (x - x0) / (x1 - x0), Y = (y) => H - B - (H - B - T) * (scale(y) - lowest) / (highest - lowest);
+  const svg = picture(id, W, H, log ? `${label}, logarithmic` : label);
   for (let i = 0; i <= 4; i++) {
-    const y = y0 + (y1 - y0) * i / 4;
+    const at = lowest + (highest - lowest) * i / 4, y = log ? 10 ** at : at;
     shape(svg, "line", { x1: L, x2: W - R, y1: Y(y), y2: Y(y), class: "grid" });
     shape(svg, "text", { x: L - 6, y: Y(y) + 4, "text-anchor": "end", class: "soft" }, format(y));
   }
@@ -191,7 +203,7 @@ function sites(d) {
 const away = (d) => d.rounds && !d.sites.some((s) => s.loss !== null) ? "only the sites' own logs have it, and they are not here" : "";
 const over = (d) => OVER.includes(d.status);
 const none = (d, why) => over(d) ? why : "nothing yet";
-const size = (v) => v === null || v === undefined ? "–" : String(Number(v.toPrecision(3)));
+const size = (v) => v === null || v === undefined ? "–" : v && Math.abs(v) < 0.001 ? v.toExponential(1) : String(Number(v.toPrecision(3)));
 
 function compression(d) {
   const rows = d.sites.filter((s) => s.encode_seconds !== null || s.push_norm !== null);
@@ -230,6 +242,7 @@ function show(d) {
   if (!d.processes.length) by("processes").replaceChildren(element("caption", "none of this run on this machine", "none"));
   table("certificates", ["whose", "days left"], d.certificates.map((c) => [c.who, element("td", String(c.days), c.days < 14 ? "bad" : c.days < 30 ? "warn" : "")]));
   if (!d.certificates.length) by("certificates").replaceChildren(element("caption", "none: nothing is sent over a network", "none"));
+  mark();
   document.body.dataset.version = d.version;
   document.body.dataset.ready = "1";
 }
