@@ -207,3 +207,11 @@ def test_the_command_alone_looks_at_this_machine() -> None:
     assert done.exit_code == 0, done.output
     assert "kernels" in done.output
     assert "memory" in done.output
+    assert done.output.splitlines()[-1] == "3 checks: all ok"
+
+
+def test_the_last_line_counts_what_was_found(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    done = CliRunner().invoke(app, ["doctor", "--no-ranks", "--server", f"127.0.0.1:{closed_port}"])
+    assert done.exit_code == 1, done.output
+    assert done.output.splitlines()[-1] == "6 checks: 1 failure, 1 warning"

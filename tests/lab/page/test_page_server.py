@@ -167,7 +167,9 @@ def test_chromium_shows_what_the_log_of_a_real_run_with_a_cut_says(tmp_path: Pat
         cells = re.findall(r"<td[^>]*>(.*?)</td>", row[1])
         assert cells[:2] == ["finished", str(line["steps"])]
         assert [_bytes(cell) for cell in cells[7:9]] == pytest.approx([line["up_bytes"], line["down_bytes"]], rel=0.01)
-    assert re.search(r">west</text>.*?>1 cut</text>", page), "one cut, whatever else was told"
+    assert re.search(r">west</text>.*?>recipe: 50 Mbit/s, 40 ms</text>.*?1 cut</text>", page), (
+        "one cut, whatever else was told"
+    )
     sizes = [sum(entry["sizes"].values()) for entry in rounds]
     assert sizes == [entry["up_bytes"] for entry in rounds], "the line of a round says what each site sent"
 

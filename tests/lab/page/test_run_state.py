@@ -105,7 +105,7 @@ def test_decisions_agreement_and_dollars() -> None:
     view = run_view(found, dollars_gb=1e9)
     assert view["decisions"][0]["why"] == "because"
     assert view["agreement"] == pytest.approx(0.7)
-    assert view["dollars"] == pytest.approx(300 + 3 * 100)
+    assert view["dollars"] == pytest.approx(300 + 100), "the others have not come yet"
     assert view["dollars_hour"] == pytest.approx(600)
 
 
@@ -302,3 +302,17 @@ def test_links_of_a_template_are_those_of_its_sites() -> None:
     ]
     view = run_view(RunState({**RECIPE, "links": links}, "run"))
     assert [site["bandwidth_bit_s"] for site in view["sites"]] == [5e7, 1e7, 2e6]
+
+
+def test_a_site_that_has_not_come_is_sent_nothing() -> None:
+    come = ("", {"kind": "site_joined", "t": 0.5, "site": "edge-1", "version": 0})
+    rounds = [round_(float(n), n, [["virginia", n]]) for n in (1, 2)]
+    sites = {one["name"]: one for one in run_view(state(come, *rounds))["sites"]}
+    assert [sites[name]["down_bytes"] for name in ("virginia", "edge-1", "edge-2")] == [200, 200, 0]
+    assert run_view(state(come, *rounds))["down_bytes"] == 400
+
+
+def test_a_site_that_comes_while_a_run_is_paused_does_not_end_the_pause() -> None:
+    pause = ("", {"kind": "operator", "t": 1.0, "who": "ann", "what": "pause"})
+    come = ("", {"kind": "site_joined", "t": 2.0, "site": "edge-1", "version": 0})
+    assert run_view(state(round_(0.5, 1, [["virginia", 1]]), pause, come))["status"] == "paused"

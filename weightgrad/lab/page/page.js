@@ -111,11 +111,10 @@ function tree(d) {
     shape(svg, "text", { x, y: y + 8, "text-anchor": "middle", class: down ? "soft bad" : "soft" }, state);
     shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
     const known = s.delay_seconds === null || s.delay_seconds === undefined ? null : 2 * s.delay_seconds;
-    const trip = s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : known === null ? "" : `trip ${seconds(known)}`;
-    const line = [s.bandwidth_bit_s ? `${rate(s.bandwidth_bit_s)} by recipe` : "", trip].filter(Boolean).join(", ");
-    const lost = [s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : ""].filter(Boolean).join(", ");
+    const line = s.bandwidth_bit_s ? `recipe: ${rate(s.bandwidth_bit_s)}, ${seconds(known)}` : "not in the recipe";
+    const lost = [s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : "", s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : "no cut"];
     shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, line);
-    shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, lost || "no loss, no cut");
+    shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, lost.filter(Boolean).join(", "));
   });
   if (n > shown.length) shape(svg, "text", { x: 4, y: height - 6, class: "soft" }, `and ${n - shown.length} more sites`);
 }

@@ -87,7 +87,7 @@ class RunState:
         if site.connected is False:
             self._tell(t, f"{site.name} is back", "recovery", [site.name])
         site.connected = True
-        self.status = "running"
+        self.status = "paused" if self.status == "paused" else "running"
 
     def _on_connection(self, source: str, t: float, event: Event) -> None:
         del source
@@ -166,7 +166,7 @@ class RunState:
             site.sizes[number] = size
             site.add_traffic(t, up=size)
         for site in self.sites.values():
-            if not site.removed:
+            if site.connected is not None and not site.removed:  # who has not come yet is sent nothing
                 site.add_traffic(t, down=float(event["down_bytes"]))
         late = max(arrivals, key=lambda name: arrivals[name]) if len(arrivals) > 1 else None
         if late is not None:
