@@ -106,7 +106,7 @@ def test_decisions_agreement_and_dollars() -> None:
     assert view["decisions"][0]["why"] == "because"
     assert view["agreement"] == pytest.approx(0.7)
     assert view["dollars"] == pytest.approx(300 + 100), "the others have not come yet"
-    assert view["dollars_hour"] == pytest.approx(600)
+    assert view["dollars_hour"] == pytest.approx(400)
 
 
 def test_encoding_is_in_the_timeline() -> None:
