@@ -117,8 +117,9 @@ def _misses(name: str, planned: Prediction, seconds: float, wan_bytes: float) ->
 def found_in(world: str, recipe: Recipe, kind: str = "auto") -> tuple[float, float, str]:
     """Seconds and WAN bytes of the run itself, and why its times are not to be trusted, if they are not.
 
-    In the emulator the first steps, in which caches fill, do not count, and neither does the model with which the first
-    site begins the run: it is sent once, as float32, and neither simulator nor plan knows of it.
+    In the emulator the first steps, in which caches fill, count as much as later ones, and the model with which the
+    first site begins the run does not: it is sent once, as float32, and neither simulator nor plan knows of it. What
+    follows the last step, in which the rest of the residual is sent, counts as the slowest site's.
     """
     with tempfile.TemporaryDirectory() as directory:
         if world == "simulator":
@@ -126,13 +127,22 @@ def found_in(world: str, recipe: Recipe, kind: str = "auto") -> tuple[float, flo
             return float(found["virtual_seconds"]), float(found["wan_bytes"]), ""
         with emulation.network(recipe, kind=kind) as wan:
             summary = emulation.emulate(recipe, Path(directory) / "run", wan, emulate_compute=True)
-        timing = measure_timing(Path(directory) / "run", [site.name for site in recipe.site_list])
-        log = event_log.read(Path(directory) / "run" / "events.jsonl")
+        run = Path(directory) / "run"
+        timing = measure_timing(run, [site.name for site in recipe.site_list])
+        flush_s = max(_after_last_step(run / "state" / site.name / "events.jsonl") for site in recipe.site_list)
+        log = event_log.read(run / "events.jsonl")
         ends = [line for line in log if line["kind"] == "site"]
         moved = sum(float(line["up_bytes"]) + float(line["down_bytes"]) for line in ends)
         emulated = summary["emulated"]
         doubt = "" if emulated["trusted"] else str(emulated["verdict"])
-        return timing.step_s * recipe.training.steps, moved - 4 * Training(recipe).layout.numel, doubt
+        seconds = timing.step_s * recipe.training.steps + flush_s
+        return seconds, moved - 4 * Training(recipe).layout.numel, doubt
+
+
+def _after_last_step(path: Path) -> float:
+    """Seconds from the end of a site's last step to the end of its run."""
+    times = {str(line["kind"]): float(line["t"]) for line in event_log.read(path) if line["kind"] in ("step", "site")}
+    return times["site"] - times["step"]
 
 
 def compare(recipe: Recipe, choice: Choice, world: str, *, measure: bool = True, kind: str = "auto") -> Comparison:

@@ -316,3 +316,23 @@ def test_a_site_that_comes_while_a_run_is_paused_does_not_end_the_pause() -> Non
     pause = ("", {"kind": "operator", "t": 1.0, "who": "ann", "what": "pause"})
     come = ("", {"kind": "site_joined", "t": 2.0, "site": "edge-1", "version": 0})
     assert run_view(state(round_(0.5, 1, [["virginia", 1]]), pause, come))["status"] == "paused"
+
+
+def test_a_site_that_an_operator_has_removed_stays_removed() -> None:
+    """As in a real log: its last push and its connection are told of afterwards."""
+    both = [["virginia", 1], ["edge-1", 1]]
+    removed = ("", {"kind": "operator", "t": 2.0, "who": "ann", "what": "remove", "where": ["edge-1"]})
+    after = [
+        ("", {"kind": "connection", "t": 2.1, "site": "edge-1", "up": False}),
+        ("", {"kind": "connection", "t": 2.2, "site": "edge-1", "up": True}),
+        round_(2.3, 2, [["virginia", 2], ["edge-1", 2]]),
+        round_(3.0, 3, [["virginia", 3]]),
+    ]
+    view = run_view(state(round_(1.0, 1, both), removed, *after))
+    site = next(one for one in view["sites"] if one["name"] == "edge-1")
+    assert (site["removed"], site["connected"], site["cuts"], site["down_bytes"]) == (True, False, 0, 100)
+    assert [fault["kind"] for fault in view["faults"]] == ["operator"]
+    again = ("", {"kind": "site_joined", "t": 4.0, "site": "edge-1", "version": 3})
+    view = run_view(state(round_(1.0, 1, both), removed, *after, again))
+    site = next(one for one in view["sites"] if one["name"] == "edge-1")
+    assert (site["removed"], site["connected"]) == (False, True)

@@ -85,6 +85,8 @@ function tiles(d) {
   }));
 }
 
+const lost = (s) => (s.cut || s.connected === false) && !s.finished && !s.removed; // and not sent away by an operator
+
 function tree(d) {
   const n = d.sites.length, narrow = window.innerWidth < 760, shown = d.sites.slice(0, 24);
   const columns = Math.min(n || 1, narrow ? 2 : 5), rows = Math.ceil(shown.length / columns);
@@ -94,7 +96,7 @@ function tree(d) {
   const most = Math.max(1, ...shown.map((s) => s.up_bit_s + s.down_bit_s));
   const places = shown.map((s, i) => [cell * (i % columns + 0.5), 160 + Math.floor(i / columns) * 156]);
   shown.forEach((s, i) => {
-    const down = (s.cut || s.connected === false) && !s.finished, flow = s.up_bit_s + s.down_bit_s;
+    const down = lost(s), flow = s.up_bit_s + s.down_bit_s;
     const [x, y] = places[i], left = cell * (i % columns), gutter = Math.abs(left - sx) < Math.abs(left + cell - sx) ? left : left + cell;
     const between = i < columns ? "" : `L${gutter} 125V${y - 45}`; // a lower row is reached between the boxes above it
     shape(svg, "path", { d: `M${sx} ${sy}${between}L${x} ${y}`, fill: "none", class: "edge" + (down ? " bad" : flow ? "" : " idle"),
@@ -104,7 +106,7 @@ function tree(d) {
   shape(svg, "text", { x: sx, y: sy - 2, "text-anchor": "middle" }, d.server || "global server");
   shape(svg, "text", { x: sx, y: sy + 14, "text-anchor": "middle", class: "soft" }, `version ${d.version}`);
   shown.forEach((s, i) => {
-    const [x, y] = places[i], down = (s.cut || s.connected === false) && !s.finished, w = Math.min(cell - 12, 200);
+    const [x, y] = places[i], down = lost(s), w = Math.min(cell - 12, 200);
     shape(svg, "rect", { x: x - w / 2, y: y - 26, width: w, height: 100, rx: 12, class: "node" + (down ? " bad" : "") });
     shape(svg, "text", { x, y: y - 8, "text-anchor": "middle" }, s.name);
     const state = s.removed ? "removed" : s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
@@ -112,9 +114,9 @@ function tree(d) {
     shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
     const known = s.delay_seconds === null || s.delay_seconds === undefined ? null : 2 * s.delay_seconds;
     const line = s.bandwidth_bit_s ? `recipe: ${rate(s.bandwidth_bit_s)}, ${seconds(known)}` : "not in the recipe";
-    const lost = [s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : "", s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : "no cut"];
+    const about = [s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : "", s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : "no cut"];
     shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, line);
-    shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, lost.filter(Boolean).join(", "));
+    shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, about.filter(Boolean).join(", "));
   });
   if (n > shown.length) shape(svg, "text", { x: 4, y: height - 6, class: "soft" }, `and ${n - shown.length} more sites`);
 }
@@ -192,7 +194,7 @@ function timeline(d) {
 function sites(d) {
   const heads = ["site", "state", "step", "loss", "waiting, last minute", "waited", "last to come", "others waited for it", "up", "down", "exchange"];
   table("sites", heads, d.sites.map((s) => {
-    const down = (s.cut || s.connected === false) && !s.finished;
+    const down = lost(s);
     const state = element("td", s.removed ? "removed" : s.aside ? "set aside" : s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
     return [s.name, state, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
       s.rounds && s.last_of !== null ? `${s.last_of} of ${s.rounds}` : "–", seconds(s.margin_seconds), bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds)];

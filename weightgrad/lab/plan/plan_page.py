@@ -112,8 +112,8 @@ def _links(plan: Plan) -> str:
             times = map(show_seconds, (link.transfer_seconds, link.waiting_seconds))
             rows.append(((label, name, *sizes, *times, f"{100 * link.hidden:.0f} %"), name == plan.chosen))
     note = (
-        "Exchange: from a push to its result, waiting for the other sites included. Hidden: the share of it in which the "
-        "site computes."
+        "Exchange: from a push to its result, waiting for the other sites included. Hidden: the share of it in which "
+        "the site computes."
     )
     return f"{_card(heads, rows)}<p class=lead>{escape(note)}</p>"
 
