@@ -162,7 +162,7 @@ def test_chromium_shows_what_the_log_of_a_real_run_with_a_cut_says(tmp_path: Pat
     accuracy = next(line["accuracy"] for line in log if line["kind"] == "evaluate")
     assert json.loads(json.dumps(accuracy)) > 0
     for name, line in ends.items():
-        row = re.search(rf"<tr><td>{name}</td>(.*?)</tr>", page)
+        row = re.search(rf"<tr><td[^>]*>{name}</td>(.*?)</tr>", page)
         assert row is not None, page[:2000]
         cells = re.findall(r"<td[^>]*>(.*?)</td>", row[1])
         assert cells[:2] == ["finished", str(line["steps"])]
