@@ -7,8 +7,8 @@ by more than 10 %, bytes by more than 2 %, or a range that the run is not in.
 python benchmarks/table_plan.py                                  # recipes/laptop.yaml, 120 steps; ten minutes
 python benchmarks/table_plan.py recipes/gpt.yaml --steps 60      # a recipe that had no part in making the plan
 python benchmarks/table_plan.py recipes/gpt-3m.yaml --steps 24 --strategies baseline,auto --set training.batch=4
-python benchmarks/table_plan.py --strategies baseline,auto --world emulator --set compute.seconds_per_step=0.3
-                                                                 # real processes, a modelled network
+python benchmarks/table_plan.py --world emulator --steps 40 --set compute.seconds_per_step=0.5 --without-measure
+                                                                 # real processes in network namespaces
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from weightgrad.lab.plan.data_range import DataRange, range_of
 from weightgrad.lab.plan.prediction import Prediction, predict
 from weightgrad.lab.plan.scenario import of_recipe
 from weightgrad.lab.recipes.recipe import Recipe
+from weightgrad.lab.report.choices import Choice, parse_choices
 from weightgrad.lab.run import emulation
-from weightgrad.lab.run.simulation import simulate
+from weightgrad.lab.run.simulation import chosen_strategy, simulate
 from weightgrad.lab.run.task import Training
 from weightgrad.lab.run.validation import measure_timing
 
@@ -51,6 +52,7 @@ class Comparison:
         planned: by a stand-in.
         within: the range of that; None where the data decide nothing.
         measured: with the real model's first steps; None: left out.
+        doubt: why the emulator does not trust the times of the run; empty if it does.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Comparison:
     planned: Prediction
     within: DataRange | None
     measured: Prediction | None
+    doubt: str = ""
 
     def row(self) -> str:
         """The comparison as a row of the table."""
@@ -111,35 +114,47 @@ def _misses(name: str, planned: Prediction, seconds: float, wan_bytes: float) ->
     return found
 
 
-def found_in(world: str, recipe: Recipe) -> tuple[float, float]:
-    """Seconds and WAN bytes of the run itself.
+def found_in(world: str, recipe: Recipe, kind: str = "auto") -> tuple[float, float, str]:
+    """Seconds and WAN bytes of the run itself, and why its times are not to be trusted, if they are not.
 
-    In the emulator the first steps, in which caches fill, do not count, and neither does the model with which the first
-    site begins the run: it is sent once, as float32, and neither simulator nor plan knows of it.
+    In the emulator the first steps, in which caches fill, count as much as later ones, and the model with which the
+    first site begins the run does not: it is sent once, as float32, and neither simulator nor plan knows of it. What
+    follows the last step, in which the rest of the residual is sent, counts as the slowest site's.
     """
     with tempfile.TemporaryDirectory() as directory:
         if world == "simulator":
             found = simulate(recipe, Path(directory))
-            return float(found["virtual_seconds"]), float(found["wan_bytes"])
-        with emulation.network(recipe, kind="modelled") as wan:
-            emulation.emulate(recipe, Path(directory) / "run", wan, emulate_compute=True)
-        timing = measure_timing(Path(directory) / "run", [site.name for site in recipe.site_list])
-        log = event_log.read(Path(directory) / "run" / "events.jsonl")
+            return float(found["virtual_seconds"]), float(found["wan_bytes"]), ""
+        with emulation.network(recipe, kind=kind) as wan:
+            summary = emulation.emulate(recipe, Path(directory) / "run", wan, emulate_compute=True)
+        run = Path(directory) / "run"
+        timing = measure_timing(run, [site.name for site in recipe.site_list])
+        flush_s = max(_after_last_step(run / "state" / site.name / "events.jsonl") for site in recipe.site_list)
+        log = event_log.read(run / "events.jsonl")
         ends = [line for line in log if line["kind"] == "site"]
         moved = sum(float(line["up_bytes"]) + float(line["down_bytes"]) for line in ends)
-        return timing.step_s * recipe.training.steps, moved - 4 * Training(recipe).layout.numel
+        emulated = summary["emulated"]
+        doubt = "" if emulated["trusted"] else str(emulated["verdict"])
+        seconds = timing.step_s * recipe.training.steps + flush_s
+        return seconds, moved - 4 * Training(recipe).layout.numel, doubt
 
 
-def compare(recipe: Recipe, name: str, world: str, *, measure: bool = True) -> Comparison:
+def _after_last_step(path: Path) -> float:
+    """Seconds from the end of a site's last step to the end of its run."""
+    times = {str(line["kind"]): float(line["t"]) for line in event_log.read(path) if line["kind"] in ("step", "site")}
+    return times["site"] - times["step"]
+
+
+def compare(recipe: Recipe, choice: Choice, world: str, *, measure: bool = True, kind: str = "auto") -> Comparison:
     """Plan a strategy, and run it."""
-    own = recipe.with_settings([f"strategy={name}"])
+    own = recipe.with_settings([choice.setting])
     task = Training(own)
-    scenario, strategy = of_recipe(own, task.layout, {}), strategies.find(name)
+    scenario, strategy = of_recipe(own, task.layout, {}), chosen_strategy(own)
     planned = predict(scenario, strategy)
     within = range_of(scenario, strategy, planned)
     measured = predict(scenario, strategy, task=task) if measure else None
-    seconds, nbytes = found_in(world, own)
-    return Comparison(name, seconds, nbytes, planned, within, measured)
+    seconds, nbytes, doubt = found_in(world, own, kind)
+    return Comparison(choice.label, seconds, nbytes, planned, within, measured, doubt)
 
 
 def main() -> None:
@@ -150,6 +165,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--strategies", default=",".join(strategies.PRESETS))
     parser.add_argument("--world", choices=("simulator", "emulator"), default="simulator")
+    parser.add_argument("--kind", default="auto", help="of the emulator's network, as `weightgrad emulate` takes it")
     parser.add_argument("--without-measure", action="store_true", help="leave the real first steps out: large models")
     options = parser.parse_args()
     recipe = Recipe.load(options.recipe)
@@ -157,13 +173,17 @@ def main() -> None:
     recipe = recipe.with_settings(options.settings)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(HEAD.format(world=options.world))
-    missed = []
-    for name in options.strategies.split(","):
-        found = compare(recipe, name, options.world, measure=not options.without_measure)
+    missed: list[str] = []
+    doubted: list[str] = []
+    for choice in parse_choices(options.strategies):
+        found = compare(recipe, choice, options.world, measure=not options.without_measure, kind=options.kind)
         console.print(found.row())
         sys.stdout.flush()
-        missed += [f"- {name}: {', '.join(found.misses())}"] if found.misses() else []
+        missed += [f"- {found.name}: {', '.join(found.misses())}"] if found.misses() else []
+        doubted += [f"- {found.name}: {found.doubt}"] if found.doubt else []
     console.print("\n".join(["", f"{len(missed)} rows miss:" if missed else "No row misses.", *missed]))
+    if doubted:
+        console.print("\n".join(["The emulator does not trust the times of:", *doubted]))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from weightgrad.errors import LinkError, PlanError, RefusedError
 from weightgrad.runtime.doctor import join_checks, rank_check, server_checks, server_findings
 from weightgrad.runtime.doctor.planned_needs import PlannedNeeds, planned_needs
 from weightgrad.runtime.doctor.server_checks import Speed
-from weightgrad.runtime.doctor.server_questions import ServerQuestions
+from weightgrad.runtime.doctor.server_questions import BusyError, ServerQuestions
 from weightgrad.runtime.doctor.site_checks import Finding, Level
 from weightgrad.runtime.process_facts import about_this_process
 from weightgrad.runtime.security import certificates
@@ -104,6 +104,12 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GLOO_SOCKET_IFNAME" in bad.text
 
 
+def test_ranks_that_do_not_find_each_other_in_time() -> None:
+    late = rank_check.check_ranks(timeout_s=0.2)  # python alone takes longer to start
+    assert late.level is Level.FAILURE
+    assert "have not found each other within 0.2 s" in late.text
+
+
 def test_ranks_of_torchrun_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -156,6 +162,23 @@ def test_a_measurement_is_bounded(certs: Path) -> None:
         hub.server.admission.roster.revoke("east", [Credentials.load(certs, site="east").serial])
         with pytest.raises(Exception, match="is revoked"):
             questions.measure("down", 0.1)
+
+
+def test_a_line_that_is_busy_or_breaks_is_told(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, errors = (
+        Credentials.load(certs, site="east"),
+        {"up": BusyError("8 measure"), "down": LinkError("it was silent")},
+    )
+
+    def measure(questions: ServerQuestions, way: str, seconds: float) -> Speed:
+        raise errors[way]
+
+    monkeypatch.setattr(ServerQuestions, "measure", measure)
+    with Hub(recipe_of(), certs=certs) as hub:
+        found = by_check(list(server_findings.server_findings(hub.address, own, seconds=0.1)))
+    assert (found["up"].level, found["up"].text) == (Level.WARNING, "8 measure")
+    assert found["down"].level is Level.FAILURE
+    assert "it was silent: short messages pass" in found["down"].text
 
 
 def test_nobody_asks_without_end(certs: Path) -> None:

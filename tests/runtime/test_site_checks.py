@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import socket
+import ssl
+import threading
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import distributed
 from typer.testing import CliRunner
 
 from weightgrad.cli import app
@@ -48,6 +55,23 @@ def test_port(closed_port: int) -> None:
     assert site_checks.check_port("nonsense").level is Level.FAILURE
 
 
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (TimeoutError(), "does not answer in 5 s; look for a firewall"),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "cannot be reached: Network is unreachable; look at"),
+    ],
+)
+def test_a_port_behind_a_network_that_is_broken(error: OSError, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    found = site_checks.check_port("gs.example.net:7443")
+    assert found.level is Level.FAILURE
+    assert wanted in found.text
+
+
 def test_tls(certs: Path, tmp_path: Path) -> None:
     server = GrpcServer("127.0.0.1:0", credentials=Credentials.load(certs, server=True).for_server())
     server.start(cast("Any", None))
@@ -58,8 +82,30 @@ def test_tls(certs: Path, tmp_path: Path) -> None:
         stranger = site_checks.check_tls(address, Credentials.load(tmp_path, site="east"))
         assert stranger.level is Level.FAILURE
         assert "signed" in stranger.text
+        nobody = site_checks.check_tls(address, None)
+        assert nobody.level is Level.FAILURE
+        assert "demands a certificate" in nobody.text
     finally:
         server.stop(0.0)
+
+
+def test_tls_that_asks_nobody_for_a_certificate(certs: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certs / "server" / "cert.pem", certs / "server" / "key.pem")
+    context.set_alpn_protocols(["h2"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with suppress(OSError), context.wrap_socket(listener.accept()[0], server_side=True) as line:
+                line.sendall(b"settings")
+                line.recv(1)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        found = site_checks.check_tls(f"127.0.0.1:{listener.getsockname()[1]}", None)
+        answering.join()
+    assert found.level is Level.WARNING, found.text
+    assert "--credentials" in found.text
 
 
 def test_tls_of_something_else() -> None:
@@ -81,6 +127,9 @@ def test_missing_certificates(tmp_path: Path) -> None:
     found = site_checks.load_credentials(tmp_path)
     assert isinstance(found, Finding)
     assert found.level is Level.FAILURE
+    told = CliRunner().invoke(app, ["doctor", "--no-ranks", "--json", "--credentials", str(tmp_path)])
+    assert told.exit_code == 1
+    assert [one["level"] for one in json.loads(told.stdout)["checks"] if one["check"] == "certificate"] == ["failure"]
 
 
 def test_proxy() -> None:
@@ -113,6 +162,35 @@ def test_backend() -> None:
     assert site_checks.check_backend(lambda: False).level is Level.FAILURE
 
 
+def test_a_torch_without_nccl_or_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
+    assert "no Gloo" in site_checks.check_backend().text
+    assert site_checks.check_backend().level is Level.FAILURE
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
+    assert site_checks.check_backend().level is Level.WARNING
+    assert "no NCCL" in site_checks.check_backend().text
+
+
+def test_a_system_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, *given: object) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert site_checks.check_memory(0).level is Level.WARNING
+
+
+def test_the_document_names_every_check() -> None:
+    """The rows of the table in docs/doctor.md are what the code can complain of."""
+    root = Path(__file__).parents[2]
+    code = "".join(path.read_text() for path in (root / "weightgrad/runtime/doctor").glob("*.py"))
+    complaints = r"(?:_failure|_warning)\(\s*\"([\w ]+)\"|Finding\(\s*\"([\w ]+)\",\s*Level\.(?:WARNING|FAILURE)"
+    named = {first or second for first, second in re.findall(complaints, code)} | {"up", "down"}
+    table = (root / "docs/doctor.md").read_text().partition("| check |")[2].partition("\n\n")[0]
+    rows = {name for row in table.splitlines()[2:] for name in row.split("|")[1].strip().split(", ")}
+    assert named == rows
+
+
 def test_the_command_ends_with_1_if_something_fails(closed_port: int, certs: Path, tmp_path: Path) -> None:
     address = f"127.0.0.1:{closed_port}"
     options = ["--server", address, "--credentials", str(certs), "--site", "east", "--state", str(tmp_path), "--json"]
@@ -129,3 +207,11 @@ def test_the_command_alone_looks_at_this_machine() -> None:
     assert done.exit_code == 0, done.output
     assert "kernels" in done.output
     assert "memory" in done.output
+    assert done.output.splitlines()[-1] == "3 checks: all ok"
+
+
+def test_the_last_line_counts_what_was_found(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    done = CliRunner().invoke(app, ["doctor", "--no-ranks", "--server", f"127.0.0.1:{closed_port}"])
+    assert done.exit_code == 1, done.output
+    assert done.output.splitlines()[-1] == "6 checks: 1 failure, 1 warning"

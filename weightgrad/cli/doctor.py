@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +21,7 @@ from weightgrad.machine import processor
 from weightgrad.runtime.doctor.planned_needs import PlannedNeeds, planned_needs
 from weightgrad.runtime.doctor.rank_check import check_ranks
 from weightgrad.runtime.doctor.server_findings import server_findings
-from weightgrad.runtime.doctor.site_checks import Level, site_findings
+from weightgrad.runtime.doctor.site_checks import Finding, Level, site_findings
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
@@ -93,5 +95,14 @@ def doctor(
             colour = _COLOURS[one.level]
             console.print(f"[{colour}]{one.level.value:8}[/] {one.check:12}", end="")
             console.print(one.text, markup=False)
+        console.print(f"\n{_summary(checks)}", markup=False)
     if any(one.level is Level.FAILURE for one in checks):
         raise typer.Exit(1)
+
+
+def _summary(checks: Sequence[Finding]) -> str:
+    """How many checks there were, and what they found."""
+    levels = Counter(one.level for one in checks)
+    found = [(levels[Level.FAILURE], "failure"), (levels[Level.WARNING], "warning")]
+    wrong = ", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in found if count)
+    return f"{len(checks)} checks: {wrong or 'all ok'}"

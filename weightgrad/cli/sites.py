@@ -11,6 +11,7 @@ from rich.table import Table
 
 from weightgrad import units
 from weightgrad.cli.operator_options import AsJson, Insecure, OperatorCredentials, Server, ask
+from weightgrad.errors import UnitError
 
 app = typer.Typer(help="List, add, remove and revoke the sites of a running run.", no_args_is_help=True)
 
@@ -40,8 +41,11 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Let a site take part that the recipe does not name; rounds wait for it once it has joined."""
+    if bandwidth is not None and bandwidth.strip()[-1:].isdigit():
+        raise UnitError(f"--bandwidth {bandwidth} has no unit; write e.g. --bandwidth '{bandwidth.strip()} Mbit/s'")
     bit_s = None if bandwidth is None else units.bit_s(bandwidth)
-    _show(ask(server, credentials, insecure, "add", site=name, bit_s=bit_s), as_json, f"{name} may join.")
+    said = f"{name} may join, with a certificate: weightgrad certs add-site DIR {name}"
+    _show(ask(server, credentials, insecure, "add", site=name, bit_s=bit_s), as_json, said)
 
 
 def _change(action: str, about: str, said: str) -> None:
@@ -97,12 +101,12 @@ def _show(found: dict[str, Any], as_json: bool, done: str = "") -> None:
         if not found["durable"]:
             console.print("The server has no --state: it will have forgotten this when it is started again.")
     table = Table(box=None, pad_edge=False)
-    for title in ("site", "how it stands", "ranks here", "last round", "waited for", "certificate"):
+    for title in ("site", "how it stands", "ranks here", "last round", "awaited now", "certificate"):
         table.add_column(title, style="bold" if title == "site" else None, no_wrap=True)
     for row in found["sites"]:
         table.add_row(
             f"{row['site']} (added)" if row["added"] else row["site"],
-            row["state"],
+            "paused" if found["paused"] and row["state"] == "training" else row["state"],
             str(row["ranks"]) if row["connected"] else "none",
             str(row["round"]),
             "yes" if row["waited_for"] else "",

@@ -152,7 +152,7 @@ def test_chromium_shows_what_the_log_of_a_real_run_with_a_cut_says(tmp_path: Pat
     assert re.search(r'<span class="pill finished" id="status">finished</span>', page), page[:2000]
     assert f'data-version="{rounds[-1]["version"]}"' in page
     assert f"<b>{len(rounds)}</b><span>rounds</span>" in page
-    assert "<b>24 / 24</b>" in page
+    assert "<b>24</b><span>of 24 steps</span>" in page
     assert "cut hub - west" in page
     assert "heal hub - west" in page
     moved = sum(line["up_bytes"] + line["down_bytes"] for line in ends.values())
@@ -162,12 +162,14 @@ def test_chromium_shows_what_the_log_of_a_real_run_with_a_cut_says(tmp_path: Pat
     accuracy = next(line["accuracy"] for line in log if line["kind"] == "evaluate")
     assert json.loads(json.dumps(accuracy)) > 0
     for name, line in ends.items():
-        row = re.search(rf"<tr><td>{name}</td>(.*?)</tr>", page)
+        row = re.search(rf"<tr><td[^>]*>{name}</td>(.*?)</tr>", page)
         assert row is not None, page[:2000]
         cells = re.findall(r"<td[^>]*>(.*?)</td>", row[1])
         assert cells[:2] == ["finished", str(line["steps"])]
         assert [_bytes(cell) for cell in cells[7:9]] == pytest.approx([line["up_bytes"], line["down_bytes"]], rel=0.01)
-    assert re.search(r">west</text>.*?>1 cut</text>", page), "one cut, whatever else was told"
+    assert re.search(r">west</text>.*?>recipe: 50 Mbit/s, 40 ms</text>.*?1 cut</text>", page), (
+        "one cut, whatever else was told"
+    )
     sizes = [sum(entry["sizes"].values()) for entry in rounds]
     assert sizes == [entry["up_bytes"] for entry in rounds], "the line of a round says what each site sent"
 

@@ -105,8 +105,8 @@ def test_decisions_agreement_and_dollars() -> None:
     view = run_view(found, dollars_gb=1e9)
     assert view["decisions"][0]["why"] == "because"
     assert view["agreement"] == pytest.approx(0.7)
-    assert view["dollars"] == pytest.approx(300 + 3 * 100)
-    assert view["dollars_hour"] == pytest.approx(600)
+    assert view["dollars"] == pytest.approx(300 + 100), "the others have not come yet"
+    assert view["dollars_hour"] == pytest.approx(400)
 
 
 def test_encoding_is_in_the_timeline() -> None:
@@ -302,3 +302,37 @@ def test_links_of_a_template_are_those_of_its_sites() -> None:
     ]
     view = run_view(RunState({**RECIPE, "links": links}, "run"))
     assert [site["bandwidth_bit_s"] for site in view["sites"]] == [5e7, 1e7, 2e6]
+
+
+def test_a_site_that_has_not_come_is_sent_nothing() -> None:
+    come = ("", {"kind": "site_joined", "t": 0.5, "site": "edge-1", "version": 0})
+    rounds = [round_(float(n), n, [["virginia", n]]) for n in (1, 2)]
+    sites = {one["name"]: one for one in run_view(state(come, *rounds))["sites"]}
+    assert [sites[name]["down_bytes"] for name in ("virginia", "edge-1", "edge-2")] == [200, 200, 0]
+    assert run_view(state(come, *rounds))["down_bytes"] == 400
+
+
+def test_a_site_that_comes_while_a_run_is_paused_does_not_end_the_pause() -> None:
+    pause = ("", {"kind": "operator", "t": 1.0, "who": "ann", "what": "pause"})
+    come = ("", {"kind": "site_joined", "t": 2.0, "site": "edge-1", "version": 0})
+    assert run_view(state(round_(0.5, 1, [["virginia", 1]]), pause, come))["status"] == "paused"
+
+
+def test_a_site_that_an_operator_has_removed_stays_removed() -> None:
+    """As in a real log: its last push and its connection are told of afterwards."""
+    both = [["virginia", 1], ["edge-1", 1]]
+    removed = ("", {"kind": "operator", "t": 2.0, "who": "ann", "what": "remove", "where": ["edge-1"]})
+    after = [
+        ("", {"kind": "connection", "t": 2.1, "site": "edge-1", "up": False}),
+        ("", {"kind": "connection", "t": 2.2, "site": "edge-1", "up": True}),
+        round_(2.3, 2, [["virginia", 2], ["edge-1", 2]]),
+        round_(3.0, 3, [["virginia", 3]]),
+    ]
+    view = run_view(state(round_(1.0, 1, both), removed, *after))
+    site = next(one for one in view["sites"] if one["name"] == "edge-1")
+    assert (site["removed"], site["connected"], site["cuts"], site["down_bytes"]) == (True, False, 0, 100)
+    assert [fault["kind"] for fault in view["faults"]] == ["operator"]
+    again = ("", {"kind": "site_joined", "t": 4.0, "site": "edge-1", "version": 3})
+    view = run_view(state(round_(1.0, 1, both), removed, *after, again))
+    site = next(one for one in view["sites"] if one["name"] == "edge-1")
+    assert (site["removed"], site["connected"]) == (False, True)

@@ -41,6 +41,9 @@ class Breaks(torch.nn.Linear):
 def breaks():
     return Breaks(8, 8), torch.zeros(2, 8)
 number = 3
+def prints():
+    print("loading the weights")
+    return build()
 """
 
 
@@ -61,20 +64,41 @@ def test_sites_and_links_are_read() -> None:
     ("sites", "links", "wanted"),
     [
         ("", ["ohio-a=1Gbit/s,1ms"], "no site"),
-        ("a=0xH100", ["ohio-a=1Gbit/s,1ms"], "is not a site"),
-        ("a=8xH900", ["ohio-a=1Gbit/s,1ms"], "no device 'H900'"),
+        ("a=0xH100", ["ohio-a=1Gbit/s,1ms"], "has 0 devices"),
+        ("a:8xH100", ["ohio-a=1Gbit/s,1ms"], "is not a site"),
+        ("a=8xH900", ["ohio-a=1Gbit/s,1ms"], "no device 'H900'; wanted NAME=COUNTxDEVICE"),
+        ("a=1000000xH100", ["ohio-a=1Gbit/s,1ms"], "from 1 to 9,999"),
         ("a=H100,a=H100", ["ohio-a=1Gbit/s,1ms"], "twice"),
         ("a=H100,b=H100", ["ohio-a=1Gbit/s,1ms"], "no link for b"),
         ("a=H100", ["ohio-c=1Gbit/s,1ms"], "joins no site"),
         ("a=H100", ["ohio-a=1GB/s,1ms"], "counts bytes"),
-        ("a=H100", ["ohio-a=1Gbit/s"], "1 values"),
-        ("a=H100", ["ohio-a=0bit/s,1ms"], "above 0"),
+        ("a=H100", ["ohio-a=1Gbit/s"], "has 1 value; wanted"),
+        ("a=H100", ["ohio-a=1Gbit/s,11"], "11 has no unit; wanted e.g. 11ms"),
+        ("a=H100", ["ohio-a=1000,11ms"], "1000 has no unit"),
+        ("a=H100", ["ohio-a=1Gbit/s,1ms,x"], "x is not a loss; wanted e.g. 0.1%"),
+        ("a=H100", ["ohio-a=1Gbit/s,1ms,100%"], "is not a loss"),
+        ("a=H100", ["ohio-a=1Gbit/s,10000d"], "a delay of an hour or less"),
+        ("a=H100", ["-a=1Gbit/s,1ms"], "joins no site"),
+        ("a=H100", ["a-a=1Gbit/s,1ms"], "joins two sites"),
+        ("a=H100,b=H100", ["a-b=1Gbit/s,1ms"], "joins two sites; wanted links between each site and a global server"),
+        ("a=H100", ["ohio-a=0bit/s,1ms"], "1 bit/s or more"),
         ("a=H100,b=H100", ["ohio-a=1Gbit/s,1ms", "iowa-b=1Gbit/s,1ms"], "one global server"),
     ],
 )
 def test_what_cannot_be_read_is_told(sites: str, links: list[str], wanted: str) -> None:
     with pytest.raises(PlanError, match=wanted):
         parse_links(links, [site.name for site in parse_sites(sites, devices.DEVICES)])
+
+
+def test_spaces_and_names_that_begin_alike_are_read() -> None:
+    names = [site.name for site in parse_sites("us-east = 8 x H100, us-east-1=H100", devices.DEVICES)]
+    assert names == ["us-east", "us-east-1"]
+    server, links = parse_links(["us-east-1-ohio = 1 Gbit/s, 11 ms, 0.1 %  ohio-us-east=2 Gbit/s,0"], names)
+    assert server == "ohio"
+    assert [(x.between[1], x.bandwidth_bit_s, x.delay_seconds, x.loss) for x in links] == [
+        ("us-east-1", 1e9, 0.011, 0.001),
+        ("us-east", 2e9, 0.0, 0.0),
+    ]
 
 
 def test_prices_can_be_changed(tmp_path: Path) -> None:
@@ -146,7 +170,9 @@ def test_the_command_plans_a_model_of_ones_own(tmp_path: Path) -> None:
         ("my_script:no_batch", "--input"),
         ("my_script:raises", "the function that makes the model failed: ValueError: no weights at /data"),
         ("my_script:leaves", "the function that makes the model failed: SystemExit: 3"),
-        ("my_script:breaks", "a step of the model with fake tensors failed: RuntimeError: boom"),
+        ("my_script:breaks", "failed: RuntimeError: boom"),
+        ("broken_script:build", "cannot import broken_script: invalid syntax"),
+        ("eager_script:build", "importing eager_script failed: SystemExit: 2; what a script does by itself"),
         ("my_script:looks", "give --measure"),
     ],
 )
@@ -154,6 +180,8 @@ def test_a_model_that_cannot_be_made_is_told(
     model: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_script.py").write_text(SCRIPT)
+    (tmp_path / "broken_script.py").write_text("def build(:\n")
+    (tmp_path / "eager_script.py").write_text("raise SystemExit(2)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("my_script", None)
@@ -192,7 +220,7 @@ def test_sixteen_sites_that_are_alike_have_one_row_and_traffic_may_be_free() -> 
     assert done.exit_code == 0, done.output
     for label in ("each of dc-1 to dc-6", "dc-7", "each of dc-8 to dc-16"):
         assert sum(line.startswith(label + " ") for line in done.output.splitlines()) == 2, "memory, and the link"
-        assert f"<td>{label}</td>" in Path("page.html").read_text()
+        assert f">{label}</td>" in Path("page.html").read_text()
     row = next(line for line in done.output.splitlines() if line.startswith("baseline"))
     assert row.split().count("0.00") == 2
 
@@ -232,3 +260,59 @@ def test_a_sharded_site_sends_the_models_own_type_inside(tmp_path: Path, monkeyp
     whole, half = (sources.of_model(given(dtype), devices.DEVICES, measure=False) for dtype in (None, "bfloat16"))
     (one,), (other,) = whole.scenario.sites, half.scenario.sites
     assert other.lan.bandwidth_bit_s == pytest.approx(2 * one.lan.bandwidth_bit_s)
+
+
+@pytest.mark.usefixtures("script")
+def test_what_a_model_prints_does_not_disturb_json() -> None:
+    given = ["--sites", "a=2xH100", "--link", "ohio-a=1Gbit/s,1ms", "--steps", "4", "--strategies", "diloco(every=2)"]
+    done = CliRunner().invoke(app, ["plan", "--model", "my_script:prints", *given, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["batch"], list(found["strategies"])) == (8, ["diloco(every=2)"])
+    assert "loading the weights" in done.stderr
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--optimizer", "adamm"], "--optimizer adamm: wanted one of"),
+        (["--dtype", "int8"], "trained in a floating-point type"),
+        (["--dtype", "fp16"], "--dtype: 'fp16' is not a type of torch"),
+        (["--strategies", ""], "no strategy; wanted names"),
+        (["--input", "0x3x3"], "wanted the shape of a sample"),
+        (["--sharding", "ddp"], "wanted none or fsdp2"),
+        (["--page", "/proc/plan.html", "--strategies", "baseline"], "choose another file"),
+        (["--set", "training.batch=7"], "--set changes a recipe, and there is none"),
+        (["--link", "ohio-a=1bit/s,1ms", "--steps", "4", "--strategies", "baseline"], "twice"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_told(options: list[str], wanted: str) -> None:
+    given = ["--sites", "a=H100", "--link", "ohio-a=1Gbit/s,1ms", "--steps", "4"]
+    done = CliRunner().invoke(app, ["plan", "--model", "my_script:build", *given, *options])
+    assert isinstance(done.exception, PlanError), done.output
+    assert wanted in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--batch", "7"], "--batch goes with --model; with a recipe, change it: --set training.batch=..."),
+        (["--optimizer", "adam"], "--set training.optimizer.name="),
+        (["--sites", "a=H100"], "--sites goes with --model"),
+        (["--dtype", "bfloat16"], "--dtype goes with --model"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(options: list[str], wanted: str) -> None:
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "laptop.yaml"), *options])
+    assert isinstance(done.exception, PlanError), done.output
+    assert wanted in str(done.exception)
+
+
+def test_a_link_on_which_a_round_takes_years_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "large_model.py").write_text("import torch\ndef build(): return torch.nn.Linear(20000, 20000)\n")
+    given = ["--sites", "a=H100", "--link", "ohio-a=1bit/s,1ms", "--input", "20000", "--strategies", "baseline"]
+    done = CliRunner().invoke(app, ["plan", "--model", "large_model:build", *given])
+    assert isinstance(done.exception, PlanError), done.output
+    assert "the links are too slow for this model" in str(done.exception)

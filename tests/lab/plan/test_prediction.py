@@ -13,7 +13,7 @@ from weightgrad.lab.plan.data_range import range_of
 from weightgrad.lab.plan.decision import auto_decision
 from weightgrad.lab.plan.prediction import crossover_bit_s, predict, steps_to_play
 from weightgrad.lab.plan.scenario import Scenario, of_recipe
-from weightgrad.lab.plan.stand_in import StandIn, shrunk
+from weightgrad.lab.plan.stand_in import Gradients, StandIn, shrunk
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.run.simulation import fitted_strategy, simulate
 from weightgrad.lab.run.task import Training
@@ -161,3 +161,14 @@ def test_auto_has_a_range_because_it_looks_at_signs(scenario: Scenario) -> None:
     within = range_of(scenario, strategies.find("auto"), found)
     assert within is not None
     assert within.wan_bytes[0] <= found.wan_bytes <= within.wan_bytes[1]
+
+
+def test_small_weights_make_more_of_adams_steps_significant(scenario: Scenario) -> None:
+    """Adam's steps are as large whatever the gradients are: what gaia sends depends on the weights."""
+    own = replace(scenario, optimizer=("adamw", {"lr": 1e-3}), rate=lambda step: 1e-4)
+    gaia = strategies.find("gaia")
+    small, usual, large = (
+        predict(own, gaia, elements=1 << 13, gradients=Gradients(weights=weights)).wan_bytes for weights in (0.1, 1, 10)
+    )
+    assert small > 1.02 * usual
+    assert usual > 1.02 * large

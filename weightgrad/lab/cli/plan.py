@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +16,37 @@ from weightgrad.lab.cli import recipe_argument
 from weightgrad.lab.plan import devices, plan_page, plan_table, prices, sources
 from weightgrad.lab.plan.plan import make_plan
 
+_OF_MODEL = {
+    "sites": "sites",
+    "link": "links",
+    "input_": "model.options",
+    "batch": "training.batch",
+    "steps": "training.steps",
+    "optimizer": "training.optimizer.name",
+    "sharding": "sites.0.sharding",
+    "dtype": None,
+}  # options that go with --model, and what says the same in a recipe
+
+
+def _refuse_others(context: typer.Context, *, recipe_given: bool) -> None:
+    """Refuse options that would have no effect."""
+    given = [name for name in context.params if _is_written(context, name)]
+    if not recipe_given and "settings" in given:
+        raise PlanError("--set changes a recipe, and there is none; --batch, --steps and --optimizer go with --model")
+    for name in given if recipe_given else ():
+        if name in _OF_MODEL:
+            key, option = _OF_MODEL[name], f"--{name.rstrip('_')}"
+            instead = "" if key is None else f"; with a recipe, change it: --set {key}=..."
+            raise PlanError(f"{option} goes with --model{instead}")
+
+
+def _is_written(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
 
 def plan(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(help="A recipe file, or the name of one in recipes/, such as laptop.")
     ] = None,
@@ -41,10 +72,15 @@ def plan(
     input_: Annotated[
         str | None, typer.Option("--input", help="With --model: the shape of a sample, e.g. 3x224x224 or 2048:int64.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --model: samples of a worker's step.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --model: samples of a worker's step.", show_default="those of the model's own batch, or 1"
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="With --model: steps of the run.")] = 10_000,
     optimizer: Annotated[
-        str, typer.Option(help="With --model: sgd, adam, adamw, adagrad, adadelta or lars.")
+        str, typer.Option(help="With --model: sgd, adam, adamw, adagrad, adadelta, lars or muon.")
     ] = "adamw",
     sharding: Annotated[str, typer.Option(help="With --model: none, or fsdp2.")] = "none",
     dtype: Annotated[
@@ -74,6 +110,7 @@ def plan(
     """Predict time, memory, bytes and dollars of a run, without training, and say which strategy to take."""
     if (recipe is None) == (model is None):
         raise PlanError("wanted a recipe, or --model with --sites and --link")
+    _refuse_others(context, recipe_given=recipe is not None)
     known = devices.load(device_file)
     if recipe is not None:
         chosen = recipe_argument.load(recipe, settings)
@@ -92,7 +129,8 @@ def plan(
             dtype=dtype,
             checkpointing=checkpointing,
         )
-        source = sources.of_model(given, known, measure=measure)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # what the model prints
+            source = sources.of_model(given, known, measure=measure)
     console = Console(highlight=False, stderr=as_json)
     places = [source.scenario.server, *(site.name for site in source.scenario.sites)]
     wanted = sources.strategies_of(strategies, source)

@@ -16,6 +16,7 @@ const bytes = (v) => unit(v, ["B", "kB", "MB", "GB", "TB", "PB"]);
 const rate = (v) => unit(v, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"]);
 function seconds(v) {
   if (v === null || v === undefined) return "–";
+  if (v && Math.abs(v) < 0.001) return Number((1e6 * v).toPrecision(3)) + " µs";
   if (Math.abs(v) < 1) return Number((1000 * v).toPrecision(3)) + " ms";
   if (v < 120) return Number(v.toPrecision(3)) + " s";
   if (v < 7200) return Number((v / 60).toPrecision(3)) + " min";
@@ -24,6 +25,7 @@ function seconds(v) {
 const percent = (v) => (v === null || v === undefined ? "–" : (100 * v).toFixed(v < 0.1 ? 1 : 0) + " %");
 const number = (v, digits) => (v === null || v === undefined ? "–" : Number(v.toPrecision(digits || 4)).toLocaleString("en"));
 
+const whole = (v) => v.toLocaleString("en");
 const dollars = (v) => "$" + (v && v < 0.1 ? Number(v.toPrecision(2)).toFixed(Math.min(8, 1 - Math.floor(Math.log10(v)))) : v.toFixed(2));
 
 function element(name, text, kind) {
@@ -48,13 +50,20 @@ function picture(id, width, height, label) {
   return found;
 }
 function nothing(id, text) { by(id).replaceChildren(element("p", text, "none")); }
+function mark() { // a card with nothing to show is no taller than its words
+  document.querySelectorAll(".card").forEach((card) => card.classList.toggle("empty", Boolean(card.querySelector(".none"))));
+}
 
 function table(id, heads, rows) {
   const head = element("tr");
   heads.forEach((text) => head.appendChild(element("th", text)));
   const body = rows.map((cells) => {
     const row = element("tr");
-    cells.forEach((cell) => row.appendChild(cell instanceof Node ? cell : element("td", cell)));
+    cells.forEach((cell, i) => {
+      const made = cell instanceof Node ? cell : element("td", cell);
+      made.dataset.head = heads[i]; // on a telephone, where a row is a block, its cells are named
+      row.appendChild(made);
+    });
     return row;
   });
   by(id).replaceChildren(head, ...body);
@@ -64,7 +73,7 @@ function tiles(d) {
   const step = Math.max(0, ...d.sites.map((s) => s.step));
   const late = d.last_round && d.last_round.late ? d.last_round.late : "–";
   const rows = [
-    [d.steps ? `${step} / ${d.steps}` : String(step), "step"], [String(d.rounds), "rounds"], [seconds(d.t), "time"],
+    [whole(step), d.steps ? `of ${whole(d.steps)} steps` : "steps"], [whole(d.rounds), "rounds"], [seconds(d.t), "time"],
     [bytes(d.up_bytes + d.down_bytes), "WAN bytes so far"], [dollars(d.dollars), `so far, ${dollars(d.dollars_hour)} an hour`],
     [late, "last to come in the last round"],
   ];
@@ -76,6 +85,8 @@ function tiles(d) {
   }));
 }
 
+const lost = (s) => (s.cut || s.connected === false) && !s.finished && !s.removed; // and not sent away by an operator
+
 function tree(d) {
   const n = d.sites.length, narrow = window.innerWidth < 760, shown = d.sites.slice(0, 24);
   const columns = Math.min(n || 1, narrow ? 2 : 5), rows = Math.ceil(shown.length / columns);
@@ -85,7 +96,7 @@ function tree(d) {
   const most = Math.max(1, ...shown.map((s) => s.up_bit_s + s.down_bit_s));
   const places = shown.map((s, i) => [cell * (i % columns + 0.5), 160 + Math.floor(i / columns) * 156]);
   shown.forEach((s, i) => {
-    const down = (s.cut || s.connected === false) && !s.finished, flow = s.up_bit_s + s.down_bit_s;
+    const down = lost(s), flow = s.up_bit_s + s.down_bit_s;
     const [x, y] = places[i], left = cell * (i % columns), gutter = Math.abs(left - sx) < Math.abs(left + cell - sx) ? left : left + cell;
     const between = i < columns ? "" : `L${gutter} 125V${y - 45}`; // a lower row is reached between the boxes above it
     shape(svg, "path", { d: `M${sx} ${sy}${between}L${x} ${y}`, fill: "none", class: "edge" + (down ? " bad" : flow ? "" : " idle"),
@@ -95,18 +106,17 @@ function tree(d) {
   shape(svg, "text", { x: sx, y: sy - 2, "text-anchor": "middle" }, d.server || "global server");
   shape(svg, "text", { x: sx, y: sy + 14, "text-anchor": "middle", class: "soft" }, `version ${d.version}`);
   shown.forEach((s, i) => {
-    const [x, y] = places[i], down = (s.cut || s.connected === false) && !s.finished, w = Math.min(cell - 12, 200);
+    const [x, y] = places[i], down = lost(s), w = Math.min(cell - 12, 200);
     shape(svg, "rect", { x: x - w / 2, y: y - 26, width: w, height: 100, rx: 12, class: "node" + (down ? " bad" : "") });
     shape(svg, "text", { x, y: y - 8, "text-anchor": "middle" }, s.name);
     const state = s.removed ? "removed" : s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
     shape(svg, "text", { x, y: y + 8, "text-anchor": "middle", class: down ? "soft bad" : "soft" }, state);
     shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
     const known = s.delay_seconds === null || s.delay_seconds === undefined ? null : 2 * s.delay_seconds;
-    const trip = s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : known === null ? "" : `trip ${seconds(known)}`;
-    const line = [s.bandwidth_bit_s ? rate(s.bandwidth_bit_s) : "", trip].filter(Boolean).join(", ");
-    const lost = [s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : ""].filter(Boolean).join(", ");
+    const line = s.bandwidth_bit_s ? `recipe: ${rate(s.bandwidth_bit_s)}, ${seconds(known)}` : "not in the recipe";
+    const about = [s.trip_seconds ? `trip ${seconds(s.trip_seconds)}` : "", s.loss_rate ? `loss ${percent(s.loss_rate)}` : "", s.cuts ? `${s.cuts} cut${s.cuts > 1 ? "s" : ""}` : "no cut"];
     shape(svg, "text", { x, y: y + 40, "text-anchor": "middle", class: "soft" }, line);
-    shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, lost || "no loss, no cut");
+    shape(svg, "text", { x, y: y + 56, "text-anchor": "middle", class: "soft" }, about.filter(Boolean).join(", "));
   });
   if (n > shown.length) shape(svg, "text", { x: 4, y: height - 6, class: "soft" }, `and ${n - shown.length} more sites`);
 }
@@ -129,10 +139,13 @@ function curve(id, series, format, label, limits, empty = "nothing yet") {
   if (x0 === x1) x0 = 0;
   if (limits) { y0 = Math.max(limits[0], y0 - 0.05); y1 = Math.min(limits[1], y1 + 0.05); }
   if (y0 === y1) { y0 -= 0.5; y1 += 0.5; }
-  const X = (x) => L + (W - L - R) * (x - x0) / (x1 - x0), Y = (y) => H - B - (H - B - T) * (y - y0) / (y1 - y0);
-  const svg = picture(id, W, H, label);
+  // What falls to a small part of where it began would be a line along the floor: its logarithm is drawn.
+  const middle = ys.slice().sort((a, b) => a - b)[ys.length >> 1], log = !limits && y0 >= 0 && y1 > 20 * middle;
+  const scale = (y) => (log ? Math.log10(Math.max(y, 1e-4 * y1)) : y), lowest = scale(y0), highest = scale(y1);
+  const X = (x) => L + (W - L - R) * (x - x0) / (x1 - x0), Y = (y) => H - B - (H - B - T) * (scale(y) - lowest) / (highest - lowest);
+  const svg = picture(id, W, H, log ? `${label}, logarithmic` : label);
   for (let i = 0; i <= 4; i++) {
-    const y = y0 + (y1 - y0) * i / 4;
+    const at = lowest + (highest - lowest) * i / 4, y = log ? 10 ** at : at;
     shape(svg, "line", { x1: L, x2: W - R, y1: Y(y), y2: Y(y), class: "grid" });
     shape(svg, "text", { x: L - 6, y: Y(y) + 4, "text-anchor": "end", class: "soft" }, format(y));
   }
@@ -181,7 +194,7 @@ function timeline(d) {
 function sites(d) {
   const heads = ["site", "state", "step", "loss", "waiting, last minute", "waited", "last to come", "others waited for it", "up", "down", "exchange"];
   table("sites", heads, d.sites.map((s) => {
-    const down = (s.cut || s.connected === false) && !s.finished;
+    const down = lost(s);
     const state = element("td", s.removed ? "removed" : s.aside ? "set aside" : s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
     return [s.name, state, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
       s.rounds && s.last_of !== null ? `${s.last_of} of ${s.rounds}` : "–", seconds(s.margin_seconds), bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds)];
@@ -191,7 +204,7 @@ function sites(d) {
 const away = (d) => d.rounds && !d.sites.some((s) => s.loss !== null) ? "only the sites' own logs have it, and they are not here" : "";
 const over = (d) => OVER.includes(d.status);
 const none = (d, why) => over(d) ? why : "nothing yet";
-const size = (v) => v === null || v === undefined ? "–" : String(Number(v.toPrecision(3)));
+const size = (v) => v === null || v === undefined ? "–" : v && Math.abs(v) < 0.001 ? v.toExponential(1) : String(Number(v.toPrecision(3)));
 
 function compression(d) {
   const rows = d.sites.filter((s) => s.encode_seconds !== null || s.push_norm !== null);
@@ -230,6 +243,7 @@ function show(d) {
   if (!d.processes.length) by("processes").replaceChildren(element("caption", "none of this run on this machine", "none"));
   table("certificates", ["whose", "days left"], d.certificates.map((c) => [c.who, element("td", String(c.days), c.days < 14 ? "bad" : c.days < 30 ? "warn" : "")]));
   if (!d.certificates.length) by("certificates").replaceChildren(element("caption", "none: nothing is sent over a network", "none"));
+  mark();
   document.body.dataset.version = d.version;
   document.body.dataset.ready = "1";
 }

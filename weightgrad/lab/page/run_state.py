@@ -86,12 +86,17 @@ class RunState:
         site = self._site(event["site"])
         if site.connected is False:
             self._tell(t, f"{site.name} is back", "recovery", [site.name])
-        site.connected = True
-        self.status = "running"
+        site.connected, site.removed = True, False
+        self.status = "paused" if self.status == "paused" else "running"
 
     def _on_connection(self, source: str, t: float, event: Event) -> None:
         del source
         site = self._site(event["site"])
+        if (
+            site.removed
+        ):  # an operator has ended its session: no fault, and what is still on its way brings nothing back
+            site.connected = False
+            return
         if event.get("up"):
             if site.connected is False:
                 self._tell(t, f"the connection of {site.name} is back", "recovery", [site.name])
@@ -143,6 +148,7 @@ class RunState:
         for name in where:
             site = self._site(name)
             site.removed = what in ("remove", "revoke") or (site.removed and what != "add")
+            site.connected = site.connected and not site.removed
             site.aside = what == "set-aside" or (site.aside and what != "take-back")
 
     def _on_round(self, source: str, t: float, event: Event) -> None:
@@ -155,7 +161,7 @@ class RunState:
         for name, number in pushes.items():
             site = self._site(name)
             site.rounds += 1
-            site.connected, site.removed = True, False
+            site.connected = not site.removed  # a removed site's last push may come late
             site.norm = (event.get("norms") or {}).get(name, site.norm)
             site.step = max(site.step, int(event["step"]))
             sent = site.pushes.get(number)
@@ -166,7 +172,7 @@ class RunState:
             site.sizes[number] = size
             site.add_traffic(t, up=size)
         for site in self.sites.values():
-            if not site.removed:
+            if site.connected is not None and not site.removed:  # who has not come yet is sent nothing
                 site.add_traffic(t, down=float(event["down_bytes"]))
         late = max(arrivals, key=lambda name: arrivals[name]) if len(arrivals) > 1 else None
         if late is not None:

@@ -119,4 +119,7 @@ def find(devices: Mapping[str, Device], name: str) -> Device:
     for known, device in devices.items():
         if known.lower() == name.lower():
             return device
-    raise PlanError(f"no device {name!r}; there are {', '.join(devices)}; add yours with --devices FILE")
+    raise PlanError(
+        f"no device {name!r}; wanted NAME=COUNTxDEVICE, e.g. virginia=8xH100, with one of {', '.join(devices)}, or one "
+        "of your own from --devices FILE"
+    )

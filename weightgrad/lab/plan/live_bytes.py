@@ -8,7 +8,7 @@ training step is found without its memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,8 +41,7 @@ class LiveBytes(TorchDispatchMode):
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made before this mode was entered."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+        for storage in storages(tensors):
             key = storage._cdata
             known = self._seen.get(key)
             if known is not None and known[0]() is storage:
@@ -71,10 +70,17 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.now
 
 
+def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Where tensors lie; a sparse gradient has places and values."""
+    for tensor in tensors:
+        parts = (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else (tensor,)
+        for part in parts:
+            yield part.untyped_storage()
+
+
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of tensors, each storage once."""
-    seen = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(seen.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages(tensors)}.values())
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -1,30 +1,30 @@
 """What one training step of a model computes, moves and holds, found without its memory.
 
-The model is made of fake tensors (`FakeTensorMode`): they have shapes and types, but no values, so a model of 70
-billion parameters takes as much as one of a thousand. Real training steps run on them, forward, backward and
-optimizer: one while `LiveBytes` counts what is alive, and one while `OperationCounter` counts what is computed. Not
-both at once: the hooks by which the latter knows a layer keep activations that are computed again alive.
+The model is made on the meta device where that works, and its tensors become fake ones (`FakeTensorMode`): they have
+shapes and types, but no values, so a model of 70 billion parameters takes as much as one of a thousand. Real training
+steps run on them, forward, backward and optimizer: one while `LiveBytes` counts what is alive, and one while
+`OperationCounter` counts what is computed. Not both at once: the hooks by which the latter knows a layer keep
+activations that are computed again alive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weightgrad.core import optimizers
 from weightgrad.core.layout import Layout
 from weightgrad.errors import PlanError
-from weightgrad.lab.plan import trained_module
+from weightgrad.lab.plan import made_model, trained_module
 from weightgrad.lab.plan.devices import Device
 from weightgrad.lab.plan.live_bytes import LiveBytes, optimizer_tensors, tensor_bytes
+from weightgrad.lab.plan.made_model import Built
 from weightgrad.lab.plan.operations import PHASES, OperationCounter, Work
-from weightgrad.lab.plan.trained_module import Built
 
 _MOVED = 0.8  # the share of the bandwidth of memory that operations reach
 
@@ -57,6 +57,7 @@ class ModelCost:
         peak_bytes: the most that is alive at any time of a step, all of the above that is alive then included.
         largest_layer_bytes: the parameters of the largest part, which FSDP2 gathers at a time.
         fp32: whether it computes in float32.
+        tokens: of a sample, if samples are texts.
     """
 
     layout: Layout
@@ -69,7 +70,7 @@ class ModelCost:
     peak_bytes: int
     largest_layer_bytes: int
     fp32: bool = True
-    sizes: Mapping[str, float] = field(default_factory=dict)
+    tokens: int | None = None
 
     def work(self, phase: str) -> Work:
         """The work of a phase."""
@@ -106,7 +107,7 @@ def cost_of(
     optimizer: tuple[str, Mapping[str, Any]],
     *,
     inputs: Callable[[], Any] | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
     real: bool = False,
@@ -117,7 +118,7 @@ def cost_of(
         build: makes the model, or a pair of model and batch.
         optimizer: name and options.
         inputs: makes a batch, where `build` does not: a tensor, or a tuple or dict of arguments.
-        batch: samples in it.
+        batch: samples in it; None: as many as its first tensor has rows.
         dtype: the type to convert the model to; None leaves it as it is.
         checkpointing: whether the activations inside the blocks of the model are computed again for backward.
         real: with real tensors, which takes the memory of the model.
@@ -128,14 +129,34 @@ def cost_of(
     Raises:
         PlanError: the model cannot be made or run.
     """
-    mode: AbstractContextManager[Any] = nullcontext() if real else FakeTensorMode()
-    with mode:
-        return trained_module.told(
-            lambda: _counted(*trained_module.made(build, inputs, dtype, checkpointing), optimizer, batch), real=real
-        )
+    if real:
+        module, arguments = trained_module.made_real(build, inputs, dtype, checkpointing)
+        return trained_module.told(lambda: _counted(module, arguments, optimizer, batch), trained_module.REAL_STEP)
+
+    def counted(making: Callable[[], AbstractContextManager[None]]) -> ModelCost:
+        def make() -> tuple[nn.Module, Any]:
+            with making():
+                return made_model.make(build, inputs)
+
+        def count() -> ModelCost:
+            with made_model.fake():
+                placed = trained_module.ready(module, arguments, dtype, checkpointing, real=False)
+                return _counted(module, placed, optimizer, batch)
+
+        module, arguments = trained_module.told(make, trained_module.MAKING)
+        return trained_module.told(count, trained_module.FAKE_STEP)
+
+    try:
+        return counted(made_model.on_meta)
+    except PlanError as error:
+        if error.__cause__ is None:  # what it makes is wrong, and would be so with values
+            raise
+        return counted(made_model.as_it_is)
 
 
-def _counted(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], batch: int) -> ModelCost:
+def _counted(
+    module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], batch: int | None
+) -> ModelCost:
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not trained:
         raise PlanError("the model has no parameter that is trained; wanted one or more with requires_grad")
@@ -164,7 +185,7 @@ def _counted(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[st
         made.step()
     return ModelCost(
         layout=layout,
-        batch=batch,
+        batch=batch if batch is not None else made_model.samples_of(arguments) or 1,
         layers=_layers(module, counter),
         parameter_bytes=tensor_bytes(fixed),
         gradient_bytes=gradients,
@@ -176,6 +197,7 @@ def _counted(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[st
             default=tensor_bytes(fixed),
         ),
         fp32=trained[0][1].dtype == torch.float32,
+        tokens=made_model.tokens_of(arguments),
     )
 
 

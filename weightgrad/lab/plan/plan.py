@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from weightgrad.core.controller.decision import Decision
 from weightgrad.core.strategies import Strategy
+from weightgrad.errors import PlanError, ProtocolError
 from weightgrad.lab.plan.data_range import DataRange, depends_on_data, range_of
 from weightgrad.lab.plan.decision import auto_decision
 from weightgrad.lab.plan.devices import Device
@@ -235,12 +237,16 @@ def make_plan(
         samples: what the time is asked for; None: those of the whole run.
         task: a real task to play through instead of a stand-in.
         watch: called with the label of each strategy before its turn.
+
+    Raises:
+        PlanError: a round would take years.
     """
     wanted = samples if samples is not None else scenario.steps * scenario.batch
     planned = {}
     for label, strategy in strategies:
         watch(label)
-        found = predict(scenario, strategy, task=task)
+        with _years(label):
+            found = predict(scenario, strategy, task=task)
         kept, peak = server_bytes(scenario, found.strategy, found)
         memory = tuple(worker_memory(scenario, cost, found, site, devices.get(site.name)) for site in scenario.sites)
         up = {link.site: link for link in found.links}
@@ -267,5 +273,15 @@ def make_plan(
             data_range=range_of(scenario, strategy, found) if task is None else None,
         )
     own = planned.get("auto") or next(iter(planned.values()))
-    decision = auto_decision(scenario, own.prediction.compute_seconds)
+    with _years("auto"):
+        decision = auto_decision(scenario, own.prediction.compute_seconds)
     return Plan(scenario, cost, devices, wanted, planned, decision, measured=task is not None)
+
+
+@contextmanager
+def _years(label: str) -> Iterator[None]:
+    """A round that takes years makes reports that no server accepts: say so."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise PlanError(f"{label} cannot be planned, the links are too slow for this model: {error}") from error

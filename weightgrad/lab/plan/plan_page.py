@@ -6,18 +6,27 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from weightgrad.errors import PlanError
 from weightgrad.lab.plan import timeline
 from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.plan import Plan
+from weightgrad.lab.plan.prices import show_dollars
 from weightgrad.units import show_bit_s, show_bytes, show_seconds
 
 _STYLE = (Path(__file__).parent / "plan.css").read_text(encoding="utf-8")
 
 
 def write(plan: Plan, path: Path) -> None:
-    """Write the page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html(plan), encoding="utf-8")
+    """Write the page.
+
+    Raises:
+        PlanError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html(plan), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--page {path} cannot be written: {error.strerror or error}; choose another file") from error
 
 
 def html(plan: Plan) -> str:
@@ -69,13 +78,18 @@ def _strategies(plan: Plan) -> str:
             "1 step" if found.round_steps == 1 else f"{found.round_steps:.3g} steps",
             own.time_text,
             own.wan_text,
-            f"{own.dollars:,.2f}",
-            f"{own.dollars_day:,.2f}",
+            show_dollars(own.dollars),
+            show_dollars(own.dollars_day),
             above,
         )
         rows.append((cells, name == plan.chosen))
-    note = "<p class=lead>* how much is sent depends on the data: an estimate, and in brackets its range.</p>"
-    return _card(heads, rows) + (note if any(own.by_data for own in plan.strategies.values()) else "")
+    notes = [
+        "x without WAN: how many times as long a step takes as without a WAN. No gain above: the bandwidth above which "
+        "float32 would be sent faster than it is encoded."
+    ]
+    if any(own.by_data for own in plan.strategies.values()):
+        notes.insert(0, "* how much is sent depends on the data: an estimate, and in brackets its range.")
+    return _card(heads, rows) + "".join(f"<p class=lead>{escape(note)}</p>" for note in notes)
 
 
 def _links(plan: Plan) -> str:
@@ -97,7 +111,11 @@ def _links(plan: Plan) -> str:
             sizes = map(show_bytes, (link.up_round, link.down_round, link.up_day, link.down_day))
             times = map(show_seconds, (link.transfer_seconds, link.waiting_seconds))
             rows.append(((label, name, *sizes, *times, f"{100 * link.hidden:.0f} %"), name == plan.chosen))
-    return _card(heads, rows)
+    note = (
+        "Exchange: from a push to its result, waiting for the other sites included. Hidden: the share of it in which "
+        "the site computes."
+    )
+    return f"{_card(heads, rows)}<p class=lead>{escape(note)}</p>"
 
 
 def _memory(plan: Plan) -> str:
@@ -115,7 +133,7 @@ def _memory(plan: Plan) -> str:
     rows = []
     for label, own in plan.memory:
         values = (own.parameters, own.gradients, own.optimizer, own.activations, own.device_peak)
-        fits = "" if own.fits is None else "yes" if own.fits else "NO"
+        fits = "not known" if own.fits is None else "yes" if own.fits else "NO"
         host = map(show_bytes, (own.host_kept, own.host_peak))
         rows.append(((label, *map(show_bytes, values), fits, *host), False))
     return _card(heads, rows)
@@ -141,9 +159,15 @@ def _step(plan: Plan) -> str:
 
 
 def _card(heads: Iterable[str], rows: Iterable[tuple[Iterable[str], bool]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    """A table; on a telephone, where a row is a block, its cells have their heads."""
+    names = list(heads)
+    head = "".join(f"<th>{escape(text)}</th>" for text in names)
     body = "".join(
-        f"<tr{' class=chosen' if chosen else ''}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        f"<tr{' class=chosen' if chosen else ''}>"
+        + "".join(
+            f'<td data-head="{escape(name)}">{escape(cell)}</td>' for name, cell in zip(names, cells, strict=True)
+        )
+        + "</tr>"
         for cells, chosen in rows
     )
     return f"<div class=card><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.plan import Plan, StrategyPlan
+from weightgrad.lab.plan.prices import show_dollars
 from weightgrad.units import show_bit_s, show_bytes, show_seconds
 
 _LAYERS = 12  # that are shown; JSON has all
@@ -123,8 +124,8 @@ def _strategy_row(plan: Plan, name: str, own: StrategyPlan) -> list[str]:
         show_seconds(own.samples_seconds),
         show_bytes(found.wan_bytes),
         show_bytes(sum(link.up_day + link.down_day for link in found.links)),
-        f"{own.dollars:,.2f}",
-        f"{own.dollars_day:,.2f}",
+        show_dollars(own.dollars),
+        show_dollars(own.dollars_day),
         "" if own.crossover_bit_s is None else show_bit_s(own.crossover_bit_s),
     ]
 

@@ -62,3 +62,8 @@ def read(path: Path | None, settings: Iterable[str] = (), *, places: Iterable[st
         if not math.isfinite(prices[name]) or prices[name] < 0:
             raise PlanError(f"{source}: {text} is not a price; wanted a number from 0")
     return Prices(prices.pop("default", DOLLARS_GB), prices)
+
+
+def show_dollars(value: float) -> str:
+    """Dollars and cents; what is less than a cent and not nothing says so."""
+    return "<0.01" if 0 < value < 0.005 else f"{value:,.2f}"

@@ -27,7 +27,10 @@ from weightgrad.lab.sim.plan import SimulationPlan, SiteSpec
 _LAN_BIT_S = 100e9  # of a network between machines
 _LAN_SECONDS = 2e-5
 _MACHINE = 8  # devices of one machine, which its interconnect joins
-_SITE = re.compile(r"([\w.-]+)=(?:(\d+)x)?([\w.-]+)")
+_SITE = re.compile(r"([\w.-]+)\s*=\s*(?:(\d+)\s*x\s*)?([\w.-]+)")
+_NEXT_LINK = re.compile(r"\s+(?=[^\s=,]+\s*=)")  # spaces within a link separate nothing
+_LEAST_BIT_S, _LONGEST_S = 1.0, 3600.0  # of a link
+_MOST_DEVICES = 9999  # of a site: every replica of a model that is not sharded is played
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +202,12 @@ def parse_sites(text: str, devices: Mapping[str, Device]) -> tuple[SiteGiven, ..
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _SITE.fullmatch(part)
-        if match is None or match[2] == "0":
+        if match is None:
             raise PlanError(f"--sites: {part!r} is not a site; wanted NAME=COUNTxDEVICE, e.g. virginia=8xH100")
-        found.append(SiteGiven(match[1], int(match[2] or 1), match[3], find(devices, match[3])))
+        count = int(match[2] or 1)
+        if not 1 <= count <= _MOST_DEVICES:
+            raise PlanError(f"--sites: {part!r} has {match[2]} devices; wanted from 1 to {_MOST_DEVICES:,}")
+        found.append(SiteGiven(match[1], count, match[3], find(devices, match[3])))
     if not found:
         raise PlanError("--sites: no site; wanted e.g. virginia=8xH100,tokyo=4xA100")
     _refuse_twice("--sites", [site.name for site in found])
@@ -222,16 +228,23 @@ def parse_links(texts: Iterable[str], sites: Sequence[str]) -> tuple[str, tuple[
         PlanError: a link cannot be read, or a site has none.
     """
     links, servers = [], []
-    for text in (part for given in texts for part in given.split()):
+    for text in (part for given in texts for part in _NEXT_LINK.split(given.strip()) if part):
         ends, _, values = text.partition("=")
-        site = next((name for name in sites if ends.startswith(f"{name}-") or ends.endswith(f"-{name}")), None)
-        if site is None or not values:
+        ends = ends.strip()
+        joined = [name for name in sites if ends.startswith(f"{name}-") or ends.endswith(f"-{name}")]
+        site = max(joined, key=len, default=None)  # "us-east-1-ohio" is a link of us-east-1, not of us-east
+        server = "" if site is None else _other_end(ends, site)
+        if site is None or not values or not server:
             known = ", ".join(sites)
             raise PlanError(
                 f"--link: {text!r} joins no site; wanted SERVER-SITE=BANDWIDTH,DELAY, e.g. ohio-virginia=1Gbit/s,11ms, "
                 f"with one of {known}"
             )
-        server = ends.removeprefix(f"{site}-") if ends.startswith(f"{site}-") else ends.removesuffix(f"-{site}")
+        if server in sites:
+            raise PlanError(
+                f"--link: {text!r} joins two sites; wanted links between each site and a global server, which does not "
+                "train and has a name of its own, e.g. ohio"
+            )
         servers.append(server)
         links.append(_link((server, site), values, text))
     if len(set(servers)) > 1:
@@ -242,21 +255,39 @@ def parse_links(texts: Iterable[str], sites: Sequence[str]) -> tuple[str, tuple[
     return servers[0], tuple(links)
 
 
+def _other_end(ends: str, site: str) -> str:
+    return ends.removeprefix(f"{site}-") if ends.startswith(f"{site}-") else ends.removesuffix(f"-{site}")
+
+
 def _link(between: tuple[str, str], values: str, text: str) -> Link:
     parts = [part.strip() for part in values.split(",")]
     if not 2 <= len(parts) <= 3:
-        raise PlanError(f"--link: {text!r} has {len(parts)} values; wanted bandwidth and one-way delay, perhaps loss")
+        raise PlanError(
+            f"--link: {text!r} has {len(parts)} value{'' if len(parts) == 1 else 's'}; wanted bandwidth and one-way "
+            "delay, and perhaps loss, e.g. ohio-virginia=1Gbit/s,11ms,0.1%"
+        )
     try:
         bandwidth, delay = units.bit_s(parts[0]), units.seconds(parts[1])
-        loss = 0.0
-        if len(parts) == 3:
-            percent = parts[2].endswith("%")
-            loss = float(parts[2].removesuffix("%")) / (100 if percent else 1)
-    except (UnitError, ValueError) as error:
+    except UnitError as error:
         raise PlanError(f"--link: {text!r}: {error}") from None
-    if bandwidth <= 0 or not 0 <= loss < 1:
-        raise PlanError(f"--link: {text!r}: wanted a bandwidth above 0 and a loss from 0 to below 1")
+    for part, value, example in ((parts[0], bandwidth, "1Gbit/s"), (parts[1], delay, "11ms")):
+        if value and part[-1:].isdigit():  # 11 seconds are hardly ever meant
+            raise PlanError(f"--link: {text!r}: {part} has no unit; wanted e.g. {example}")
+    loss = _loss(parts[2], text) if len(parts) == 3 else 0.0
+    if bandwidth < _LEAST_BIT_S or delay > _LONGEST_S:
+        raise PlanError(f"--link: {text!r}: wanted a bandwidth of 1 bit/s or more and a delay of an hour or less")
     return Link(between, bandwidth, delay, loss)
+
+
+def _loss(written: str, text: str) -> float:
+    """The share of packets that are lost: 0.1% or 0.001."""
+    try:
+        found = float(written.removesuffix("%")) / (100 if written.endswith("%") else 1)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1:
+        raise PlanError(f"--link: {text!r}: {written} is not a loss; wanted e.g. 0.1%, from 0 to below 100 %")
+    return found
 
 
 def _refuse_twice(option: str, names: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightgrad.core import optimizers
 from weightgrad.core import strategies as presets
 from weightgrad.core.random_streams import TrainingStream
 from weightgrad.core.strategies import Strategy
@@ -24,9 +25,10 @@ from weightgrad.lab import models
 from weightgrad.lab.data import augment, datasets, folder
 from weightgrad.lab.plan import scenario as scenarios
 from weightgrad.lab.plan.devices import Device
+from weightgrad.lab.plan.made_model import Built
 from weightgrad.lab.plan.model_cost import ModelCost, cost_of
 from weightgrad.lab.plan.scenario import Scenario, SiteGiven
-from weightgrad.lab.plan.trained_module import Built, step_seconds
+from weightgrad.lab.plan.trained_module import step_seconds
 from weightgrad.lab.recipes.recipe import Recipe
 from weightgrad.lab.report.choices import parse_choices
 from weightgrad.lab.run.simulation import chosen_strategy, optimizer_options
@@ -90,7 +92,7 @@ class ModelArguments:
     sites: str | None
     links: tuple[str, ...]
     input: str | None
-    batch: int
+    batch: int | None
     steps: int
     optimizer: str
     sharding: str
@@ -99,14 +101,22 @@ class ModelArguments:
 
 
 def strategies_of(text: str | None, source: Source) -> list[tuple[str, Strategy]]:
-    """The strategies to plan: those named, all, or the usual ones and the recipe's own."""
+    """The strategies to plan: those named, all, or the usual ones and the recipe's own.
+
+    Raises:
+        PlanError: none is named.
+        StrategyError: a strategy does not exist.
+    """
     if text == "all":
         return [(name, presets.find(name)) for name in presets.available()]
     if text is not None:
+        choices = parse_choices(text) if text.strip() else []
+        if not choices:
+            raise PlanError(f"--strategies {text!r}: no strategy; wanted names, e.g. baseline,diloco(every=50), or all")
         if source.recipe is None:
-            return [(name, presets.find(name)) for name in text.split(",") if name]
+            return [(c.label, presets.find(c.name, dict(c.settings))) for c in choices]
         own = source.recipe
-        return [(c.label, chosen_strategy(own.with_settings([c.setting]))) for c in parse_choices(text)]
+        return [(c.label, chosen_strategy(own.with_settings([c.setting]))) for c in choices]
     found = {name: presets.find(name) for name in USUAL}
     if source.recipe is not None:
         own_strategy = chosen_strategy(source.recipe)
@@ -200,10 +210,15 @@ def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: b
     server, links = scenarios.parse_links(given.links, [site.name for site in sites])
     if given.sharding not in ("none", "fsdp2"):
         raise PlanError(f"--sharding {given.sharding}: wanted none or fsdp2")
+    if given.optimizer not in optimizers.OPTIMIZERS:
+        raise PlanError(f"--optimizer {given.optimizer}: wanted one of {', '.join(optimizers.OPTIMIZERS)}")
     options: tuple[str, dict[str, Any]] = (given.optimizer, {"lr": 1e-3})
     if given.optimizer in ("sgd", "lars"):
         options[1]["momentum"] = 0.9
-    build, inputs, dtype = import_build(given.model), _inputs(given.input, given.batch), _dtype(given.dtype)
+    dtype = _dtype("--dtype", given.dtype)
+    if dtype is not None and not dtype.is_floating_point:
+        raise PlanError(f"--dtype {given.dtype}: a model is trained in a floating-point type; wanted e.g. bfloat16")
+    build, inputs = import_build(given.model), _inputs(given.input, given.batch or 1)
     cost = cost_of(
         build, options, inputs=inputs, batch=given.batch, dtype=dtype, checkpointing=given.checkpointing, real=measure
     )
@@ -225,14 +240,12 @@ def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: b
         server=server,
         sites=specs,
         links=links,
-        batch=given.batch * sum(site.count for site in sites),
+        batch=cost.batch * sum(site.count for site in sites),
         steps=given.steps,
         optimizer=options,
         rate=lambda step: 1e-3,
     )
-    example = inputs() if inputs is not None else None
-    text = example is not None and example.dim() == 2 and not example.is_floating_point()
-    return Source(scenario, cost, by_name, tokens=example.shape[1] if example is not None and text else None)
+    return Source(scenario, cost, by_name, tokens=cost.tokens)
 
 
 def _lan(site: SiteGiven, cost: ModelCost, shards: Mapping[str, int]) -> LocalNetwork:
@@ -257,11 +270,16 @@ def import_build(text: str) -> Callable[[], Built]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module.removesuffix(".py")), name)
-    except ImportError as error:
+        imported = importlib.import_module(module.removesuffix(".py"))
+    except (ImportError, SyntaxError) as error:
         raise PlanError(f"--model {text!r}: cannot import {module}: {error}") from None
-    except AttributeError:
-        raise PlanError(f"--model {text!r}: module {module} has no {name}") from None
+    except (Exception, SystemExit) as error:
+        raise PlanError(
+            f"--model {text!r}: importing {module} failed: {type(error).__name__}: {error}; what a script "
+            'does by itself, such as to read the command line or to train, belongs below if __name__ == "__main__"'
+        ) from error
+    if (found := getattr(imported, name, None)) is None:
+        raise PlanError(f"--model {text!r}: module {module} has no {name}")
     if not callable(found):
         raise PlanError(f"--model {text!r}: {name} is {type(found).__name__}; wanted a function without arguments")
     made: Callable[[], Built] = found
@@ -272,17 +290,19 @@ def _inputs(text: str | None, batch: int) -> Callable[[], torch.Tensor] | None:
     if text is None:
         return None
     match = _INPUT.fullmatch(text)
-    if match is None:
-        raise PlanError(f"--input {text!r}: wanted a shape, e.g. 3x224x224, and perhaps a type, e.g. 2048:int64")
-    shape = (batch, *map(int, match[1].split("x")))
-    dtype = _dtype(match[2]) or torch.float32
-    return lambda: torch.zeros(shape, dtype=dtype)
+    sides = tuple(map(int, match[1].split("x"))) if match is not None else ()
+    if match is None or not all(sides):
+        raise PlanError(
+            f"--input {text!r}: wanted the shape of a sample, e.g. 3x224x224, and perhaps a type, e.g. 2048:int64"
+        )
+    dtype = _dtype("--input", match[2]) or torch.float32
+    return lambda: torch.zeros((batch, *sides), dtype=dtype)
 
 
-def _dtype(text: str | None) -> torch.dtype | None:
+def _dtype(option: str, text: str | None) -> torch.dtype | None:
     if text is None:
         return None
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):
-        raise PlanError(f"{text!r} is not a type of torch; wanted e.g. bfloat16, float32 or int64")
+        raise PlanError(f"{option}: {text!r} is not a type of torch; wanted e.g. bfloat16, float32 or int64")
     return found

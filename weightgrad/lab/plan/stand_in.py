@@ -59,18 +59,21 @@ class Gradients:
         size: how large they are, beside the usual.
         alike: whether the noise, too, is the same at all sites.
         zeros: the share of elements that have none, as weights behind inputs that are always zero.
+        weights: how large the weights are, beside one over the root of a layer's inputs: where significance is relative
+            to them, it is what counts, because the steps of Adam are as large whatever the gradients are.
     """
 
     shared: float = 0.5
     size: float = 1.0
     alike: bool = False
     zeros: float = 0.0
+    weights: float = 1.0
 
 
 TYPICAL = Gradients()
 ENDS = (  # that send least and most, about
     Gradients(size=1e-3, alike=True, zeros=0.75),
-    Gradients(shared=0.0, size=10.0),
+    Gradients(shared=0.0, size=10.0, weights=0.1),
 )
 
 
@@ -98,7 +101,7 @@ class StandInTask:
 
     def initial(self) -> Tensor:
         """Weights of the usual size; biases are zero."""
-        found = self._draw(0) * self._scale
+        found = self._draw(0) * self._scale * self._kind.weights
         for slot in self.layout.slots:
             if len(slot.shape) < 2:
                 slot.of(found).zero_()

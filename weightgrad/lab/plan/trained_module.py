@@ -1,4 +1,4 @@
-"""A user's model as it is trained: made, converted, with a loss, and timed."""
+"""A user's model as it is trained: its loss, its blocks, a step of it timed, and what goes wrong in words."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from weightgrad.core import optimizers
 from weightgrad.errors import PlanError
+from weightgrad.lab.plan import made_model
+from weightgrad.lab.plan.made_model import Built
 
-Built = nn.Module | tuple[nn.Module, Any]
 _T = TypeVar("_T")
 _VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # that fake tensors do not have
+_NO_MEMORY = "can't allocate memory"  # of torch's allocator for the CPU
 
 
 def step_seconds(
@@ -44,18 +46,19 @@ def step_seconds(
     Raises:
         PlanError: the model cannot be made or run.
     """
-    return told(lambda: _timed(*made(build, inputs, dtype, checkpointing), optimizer, steps), real=True)
+    module, arguments = made_real(build, inputs, dtype, checkpointing)
+    return told(lambda: _timed(module, arguments, optimizer, steps), REAL_STEP)
 
 
-def told(work: Callable[[], _T], *, real: bool) -> _T:
+def told(work: Callable[[], _T], what: str) -> _T:
     """Do something with the user's model.
 
     Args:
         work: what to do.
-        real: whether its tensors have values.
+        what: what that is, for the error.
 
     Raises:
-        PlanError: it fails; says why.
+        PlanError: it fails; says why, and what to do.
     """
     try:
         return work()
@@ -66,33 +69,40 @@ def told(work: Callable[[], _T], *, real: bool) -> _T:
             f"the model asks for the values of tensors, which a plan does not compute ({error}); give --measure, which "
             "takes real steps"
         ) from error
-    except Exception as error:
-        raise PlanError(
-            f"a step of the model with {'real' if real else 'fake'} tensors failed: {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        told = f"{what} failed: {type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
+            told += '; make the model on the meta device, which takes no memory: with torch.device("meta"): ...'
+        raise PlanError(told) from error
 
 
-def made(
+MAKING = "the function that makes the model"
+REAL_STEP = "a step of the model"
+FAKE_STEP = (
+    "a step of the model with tensors that have no values (if it works with real ones, give --measure, which takes "
+    "real steps)"
+)
+
+
+def made_real(
     build: Callable[[], Built], inputs: Callable[[], Any] | None, dtype: torch.dtype | None, checkpointing: bool
 ) -> tuple[nn.Module, Any]:
-    """The user's model and its batch."""
-    try:
-        built = build()
-    except (*_VALUES, PlanError):
-        raise
-    except (Exception, SystemExit) as error:
-        raise PlanError(f"the function that makes the model failed: {type(error).__name__}: {error}") from error
-    module, given = built if isinstance(built, tuple) else (built, None)
-    if not isinstance(module, nn.Module):
-        raise PlanError(f"build returned {type(module).__name__}; wanted a torch.nn.Module, or one and a batch")
-    if given is None and inputs is None:
-        raise PlanError("build returned no batch; return (model, batch), or give --input, e.g. 3x224x224")
-    _materialize(module, dtype)
-    arguments = given if given is not None else inputs() if inputs is not None else None
+    """The user's model and its batch, with values, ready to be trained.
+
+    Raises:
+        PlanError: they cannot be made.
+    """
+    module, arguments = told(lambda: made_model.make(build, inputs), MAKING)
+    return module, ready(module, arguments, dtype, checkpointing, real=True)
+
+
+def ready(module: nn.Module, arguments: Any, dtype: torch.dtype | None, checkpointing: bool, *, real: bool) -> Any:
+    """Prepare a model to be trained, and return its batch in the same type."""
+    found = made_model.place(module, arguments, dtype, real=real)
     if checkpointing:
         checkpoint_blocks(module)
     module.train()
-    return module, tree_map(lambda x: _converted(x, dtype), arguments)
+    return found
 
 
 def _timed(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], steps: int) -> float:
@@ -109,19 +119,14 @@ def _timed(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str,
 
 
 def loss_of(module: nn.Module, arguments: Any) -> Tensor:
-    """A scalar to differentiate: the model's own loss if it returns one, otherwise something of the same cost."""
-    if isinstance(arguments, Mapping):
-        found = module(**arguments)
-    else:
-        found = module(*arguments) if isinstance(arguments, (tuple, list)) else module(arguments)
-    for name in ("loss", "logits"):
-        if (value := _get(found, name)) is not None:
-            found = value
-            break
-    if isinstance(found, (tuple, list)):
-        found = found[0]
-    if not isinstance(found, Tensor):
-        raise PlanError(f"the model returned {type(found).__name__}; wanted a tensor, or an object with a loss")
+    """A scalar to differentiate: the model's own loss if it returns one, otherwise something of the same cost.
+
+    Raises:
+        PlanError: nothing that the model returns can be differentiated.
+    """
+    found = _differentiable(made_model.call(module, arguments))
+    if found.is_complex():
+        found = found.abs()
     if found.dim() == 0:
         return found
     if found.dim() == 1:
@@ -130,49 +135,27 @@ def loss_of(module: nn.Module, arguments: Any) -> Tensor:
     return functional.cross_entropy(found.float() if found.dtype != torch.float32 else found, labels)
 
 
+def _differentiable(found: Any) -> Tensor:
+    """Of what a model returns, its loss, its logits, or the first tensor with a gradient."""
+    for name in ("loss", "logits"):
+        if isinstance(value := _get(found, name), Tensor) and value.requires_grad:
+            return value
+    within = vars(found) if hasattr(found, "__dict__") and not isinstance(found, (Tensor, Mapping)) else found
+    leaves = [leaf for leaf in tree_leaves(within) if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        if leaf.requires_grad:
+            return leaf
+    kinds = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves}))
+    kind = "a tensor" if isinstance(found, Tensor) else type(found).__name__
+    what = f"{kind} of {kinds}" if leaves else kind
+    raise PlanError(
+        f"the model returned {what}, with nothing that has a gradient; wanted its loss, or scores from which to make "
+        "one. A small module around it, whose forward returns the loss, will do"
+    )
+
+
 def _get(found: Any, name: str) -> Any:
     return found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
-
-
-def _converted(value: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _like(value, dtype) if _differs(value, dtype) else value
-
-
-def _materialize(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give the model's tensors the type that was asked for, and those of the meta device a place.
-
-    `Module.to` cannot change fake tensors of the meta device in place. Tensors that several modules share stay shared.
-    """
-    made: dict[int, Tensor] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None or nn.parameter.is_lazy(tensor):
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _placed(tensor, dtype)
-                held[name] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _placed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if not _differs(tensor, dtype):
-        return tensor
-    found = _like(tensor, dtype)
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
-
-
-def _differs(tensor: Tensor, dtype: torch.dtype | None) -> bool:
-    wanted = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
-    return wanted or tensor.device.type == "meta"
-
-
-def _like(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if tensor.device.type == "meta":  # it has no values to keep
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
-    return tensor.detach().to(wanted)
 
 
 def blocks_of(module: nn.Module) -> Sequence[nn.Module]:

@@ -89,7 +89,9 @@ def check_port(server: str, timeout: float = 5.0, *, far_seconds: float = _FAR_S
     except TimeoutError:
         return _failure("port", f"{server} does not answer in {timeout:g} s; look for a firewall in between")
     except OSError as error:
-        return _failure("port", f"{server} cannot be reached: {error.strerror or error}")
+        return _failure(
+            "port", f"{server} cannot be reached: {error.strerror or error}; look at the network of this machine"
+        )
     told = f"{server} answers; a round trip takes {show_seconds(trip)}"
     if trip > far_seconds:
         return _warning("port", f"{told}, which is long; `auto` copes, strategies that wait do not")
