@@ -14,6 +14,7 @@ from weightgrad.core.server.membership import Members
 from weightgrad.core.server.open_round import OpenRound
 from weightgrad.core.server.operation import Pause
 from weightgrad.core.server.outbox import Outbox
+from weightgrad.core.server.push_facts import are_of_the_same_values
 from weightgrad.core.server.round_timing import RoundDeadlines
 from weightgrad.core.server.strategy import ServerStrategy
 from weightgrad.wire.messages import RoundRequest, Waiting
@@ -38,6 +39,28 @@ class OpenRounds:
     def has(self, site: str, round_: int) -> bool:
         """Whether a push is in a round that has not closed."""
         return any((site, round_) in opened.facts for opened in self._by_number.values())
+
+    def refuse_others(self, site: str, round_: int, process: int, squares: float) -> str | None:
+        """Refuse a push that has come to a process once more, with other values than those that were judged.
+
+        Args:
+            site: the site.
+            round_: the round that the push was made for.
+            process: the process.
+            squares: the sum of the squares of the values that have come now.
+
+        Returns:
+            Why it is refused; None if it is not, or is in no open round.
+        """
+        key = (site, round_)
+        opened = next((one for one in self._by_number.values() if key in one.facts), None)
+        if opened is None or key in opened.refused:
+            return None
+        judged = opened.facts[key].by_process
+        if not judged or are_of_the_same_values(judged[process], squares):
+            return None
+        opened.refused[key] = f"update of {site} at round {round_} has come again with other values"
+        return opened.refused[key]
 
     def of(self, number: int, sender: str, now: float, out: Outbox) -> OpenRound:
         """The round of this number, which opens if it is not open yet.

@@ -240,6 +240,7 @@ class ServerProcess:
         results = MemoryResultLog(kept)
         key = derive(self._seed, RunStream.GLOBAL_SERVER)
         shard = ServerShard(model, strategy.for_server().for_shard, key, results)
+        shard.process = self.number
         self._limit_transport(shard, kept)
         return shard
 

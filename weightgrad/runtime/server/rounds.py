@@ -182,6 +182,9 @@ class ServerRounds:
     def _note_complete(self, note: Complete, now: float) -> None:
         key = (note.push.site, note.push.round)
         if self._is_taken(key):  # sent again, since the site could not know that it had been received
+            why = self.coordinator.rounds.refuse_others(*key, note.process, note.push.facts.squares)
+            if why is not None and not self._process.replaying:
+                self._telemetry.refused_update(note.push.site, why)
             self._drop_unless_open(key)
             return
         self._pending.setdefault(key, _PendingPush(self.coordinator.version)).complete[note.process] = note.push

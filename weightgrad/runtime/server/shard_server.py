@@ -215,7 +215,7 @@ class ShardServer:
 
     def drop(self, site: str, round_: int) -> None:
         """Forget a complete push that no round takes."""
-        self.shard.pushes.pop((site, round_), None)
+        self.shard.drop(site, round_)
         self._costs.pop((site, round_), None)
 
     # -- rounds --------------------------------------------------------------------------------
