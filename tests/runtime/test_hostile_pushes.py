@@ -1,4 +1,4 @@
-"""A site with a valid certificate that abuses the order in which a push comes: twice, in other parts, half, too often."""
+"""A site with a valid certificate that abuses how a push comes: twice, with other values, without them, too often."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from weightgrad.codecs import Fp32
+from weightgrad.runtime.admission_messages import AdmissionRequest
 from weightgrad.runtime.security import certificates
+from weightgrad.wire.intervals import Intervals
+from weightgrad.wire.message_bytes import pack
 from weightgrad.wire.messages import Push, Segment
 
-from .deployment import Hub
-from .test_refusals import NUMEL, Hand, hand, part_of, rules, weights
+from .deployment import PATIENCE_S, Hub
+from .test_hostile_sites import close_rounds
+from .test_refusals import LAYOUT, NUMEL, Hand, hand, holding, part_of, rules, weights
 
 SITES = ("east", "west")
 UPDATE = torch.ones(NUMEL)
@@ -52,3 +56,65 @@ def test_values_that_are_sent_again_move_the_model_no_further_than_those_that_we
         hub.until(lambda: hub.version >= 1)
         moved = hub.shard.global_model.vector - weights()
         assert moved.abs().max() <= 1.0
+
+
+def test_pushes_whose_values_do_not_come_are_kept_only_within_the_window(made: Path) -> None:
+    """A push brings up to 768 KB of buffers; with async_ a site may count 4096 rounds ahead."""
+    with Hub(rules(consistency="async_()"), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            west.flood(west.push(after=0, buffers={"mean": torch.zeros(10_000)}) for _ in range(40))
+            assert "the values of 8 of its pushes have not come" in west.refused()
+        assert hub.server.rounds is not None
+        assert len(hub.server.rounds.pending) <= 8
+        close_rounds(hub, east)
+
+
+def test_a_push_that_is_known_is_not_written_to_the_log_for_ever(made: Path, tmp_path: Path) -> None:
+    with Hub(rules(t_global=600.0), certs=made, state=tmp_path) as hub, hand(hub, "east", made):
+        with hand(hub, "west", made) as west:
+            known = west.push()
+            west.flood(known for _ in range(200))
+            assert "that are known more often than once a second" in west.refused()
+        assert hub.server.process.storage is not None
+        assert hub.server.process.storage.last < 100
+
+
+def test_values_that_come_again_and_again_do_not_fill_the_disk(made: Path, tmp_path: Path) -> None:
+    with Hub(rules(t_global=600.0), certs=made, state=tmp_path) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            serving = hub.server.process.serving
+            assert serving is not None
+            serving.most_push_bytes = 20_000
+            most = 2 * serving.most_bytes
+            part = part_of(west.push(UPDATE))
+            west.flood(part for _ in range(2 * most // len(pack(part))))
+            assert "sends its pushes again and again" in west.refused()
+        assert hub.server.process.storage is not None
+        assert hub.server.process.storage.last < 2 * most // len(pack(part))
+        east.send_push(east.push(UPDATE))
+        hub.until(lambda: hub.core.is_open("east", 1))
+
+
+def test_a_rank_cannot_have_results_cut_into_any_number_of_stretches(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightgrad.runtime.server.shard_server._SPANS", 3)
+    even, odd = (Intervals(tuple((at, at + 1) for at in range(first, NUMEL, 2))) for first in (0, 1))
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
+        with hand(hub, "west", made) as west:
+            west.send(holding("west", ranks=2, epoch=1, held=even))
+            west.send(holding("west", ranks=2, rank=1, epoch=1, held=odd))
+            assert "the ranks of west hold 8 intervals" in west.refused()
+        assert [len(one.spans) for ranks in hub.shard.holdings.values() for one in ranks] == [1, 1]
+        close_rounds(hub, east, 0)
+
+
+def test_before_there_is_a_model_holdings_have_a_bound_too(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 256 ranks may say what it holds, in a message of up to 16 MB."""
+    monkeypatch.setattr("weightgrad.runtime.server.shard_server._SPANS", 3)
+    with Hub(rules(), certs=made) as hub, hand(hub, "west", made, enter=False) as west:
+        west.client.enter(AdmissionRequest("west", LAYOUT, -1).pack(), PATIENCE_S)
+        west.client.start()
+        west.send(holding("west", held=Intervals(tuple((at, at + 1) for at in range(0, NUMEL, 2)))))
+        assert "the ranks of west hold 8 intervals" in west.refused()
+        assert not hub.server.process.take_early()

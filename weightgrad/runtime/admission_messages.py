@@ -146,7 +146,7 @@ def parse_request(data: bytes) -> AdmissionRequest:
 
 
 def _is_words(found: object) -> bool:
-    """Whether it is a mapping of texts: they are compared with those of other sites, whose entry they must not spoil."""
+    """Whether it is a mapping to texts, which can be compared with those of other sites whatever they are."""
     return isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
 
 

@@ -31,7 +31,7 @@ from weightgrad.kernels.noise import derive
 from weightgrad.runtime.checkpoints.snapshot import Snapshot
 from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server.orders import Begin, Complete, Initialized, Note
-from weightgrad.runtime.server.shard_server import ShardServer
+from weightgrad.runtime.server.shard_server import ShardServer, most_spans
 from weightgrad.runtime.server.storage import Input, ServerStorage
 from weightgrad.runtime.transport.transport import Peer, ServerTransport
 from weightgrad.wire.intervals import Intervals
@@ -49,6 +49,7 @@ LEAST_RESULT_BYTES = 16 << 20
 _ALL_RESULTS = 16  # times as much is kept of results where they are all that a late site can be given
 _RESULT_BYTES_A_PARAMETER = 2
 MOST_MESSAGE_BYTES = 256 << 20
+_PUSHES_SENT = 2  # times as many as may wait: a rank that connects again sends its push again
 
 Sent = Callable[[str, int], None]
 """Counts a message to a site."""
@@ -101,9 +102,10 @@ class ServerProcess:
         """Whether inputs are read from the log: nothing is written or sent."""
         self._strategy_for, self._seed, self._on_sent = strategy_for, seed, on_sent
         self._first: _FirstModel | None = None
-        self._early: dict[Peer, bytes] = {}
+        self._early: dict[Peer, tuple[bytes, int]] = {}  # what ranks hold, and in how many intervals
         self._positions: dict[tuple[str, int], int] = {}  # where the log has the first part of an open push
         self._holdings = SeldomActions(per_s=1.0, burst=32)
+        self._pushed = SeldomActions(per_s=0.1, burst=1)  # whole pushes of a site, since a round closed
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -121,6 +123,10 @@ class ServerProcess:
     def needed_from(self, push: tuple[str, int], position: int) -> None:
         """Remember where in the log an open push begins."""
         self._positions.setdefault(push, position)
+
+    def needed_anew(self, push: tuple[str, int], position: int) -> None:
+        """What is known of an open push is in the log once more: what came before is not needed for it."""
+        self._positions[push] = position
 
     def sync(self) -> None:
         """Make everything that came durable, before anybody is told what followed from it."""
@@ -158,14 +164,19 @@ class ServerProcess:
             named = Peer(message.site, message.rank)
             raise ProtocolError(f"{peer} sent a {type(message).__name__} in the name of {named}")
         if self.serving is None and isinstance(message, Holding):
-            self._early[peer] = bytes(data)  # until there is a model
+            self._hold_early(peer, message, data)
             return []
         if self.serving is None:
             raise ProtocolError(f"{peer} sent a {type(message).__name__} before there was a global model")
         if isinstance(message, PushPart):
             self.serving.check_part(message, len(data))
-        elif position is None and not self._holdings.try_take(peer):
-            raise ProtocolError(f"{peer} says what it holds more often than once a second")
+            if position is None and not self._pushed.try_take(peer.site, len(data) / self.serving.most_push_bytes):
+                raise ProtocolError(f"{peer} sends its pushes again and again, and no round has closed meanwhile")
+        else:
+            self.serving.check_holding(message)
+            few = 4096 + self.serving.shard.layout.numel // 1024  # intervals: as much work as is seldom enough
+            if position is None and not self._holdings.try_take(peer, 1 + len(message.held.spans) / few):
+                raise ProtocolError(f"{peer} says what it holds more often than once a second")
         position = self.record(Input.BULK, now, data) if position is None else position
         if isinstance(message, Holding):
             self.serving.hold(message)
@@ -175,6 +186,18 @@ class ServerProcess:
         return [] if complete is None else [Complete(process=self.number, push=complete)]
 
     # -- the first model -----------------------------------------------------------------------
+
+    def _hold_early(self, peer: Peer, message: Holding, data: bytes | memoryview) -> None:
+        """Keep what a rank holds until there is a model."""
+        numel = 0 if self._first is None else self._first.shard.layout.numel
+        spans = {other: count for other, (_, count) in self._early.items() if other.site == peer.site}
+        spans[peer] = len(message.held.spans)
+        if sum(spans.values()) > most_spans(numel):
+            raise ProtocolError(
+                f"the ranks of {peer.site} hold {sum(spans.values())} intervals; wanted at most {most_spans(numel)}: "
+                "shard the model into longer stretches"
+            )
+        self._early[peer] = bytes(data), spans[peer]
 
     def prepare(self, begin: Begin) -> None:
         """Expect the first weights of a model."""
@@ -217,7 +240,7 @@ class ServerProcess:
     def take_early(self) -> list[tuple[Peer, bytes]]:
         """What ranks said before there was a model: the caller handles it after the first snapshot, as if it came."""
         early, self._early = self._early, {}
-        return list(early.items())
+        return [(peer, data) for peer, (data, _) in early.items()]
 
     def _make_shard(self, begin: Begin) -> ServerShard:
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in begin.layout)
@@ -245,7 +268,9 @@ class ServerProcess:
         return shard
 
     def _serve(self, shard: ServerShard) -> ShardServer:
-        return ShardServer(shard, self.send, self._waiting_bytes)
+        found = ShardServer(shard, self.send, self._waiting_bytes)
+        self._pushed = SeldomActions(per_s=0.1, burst=_PUSHES_SENT * found.most_pushes)
+        return found
 
     def _limit_transport(self, shard: ServerShard, result_bytes: int) -> None:
         """Let a rank send no longer messages than this model has, and keep only so much for one that does not read."""
@@ -307,6 +332,7 @@ class ServerProcess:
         """The pushes of a round are in the global model: the log is not needed for them any more."""
         for key in closed:
             self._positions.pop(key, None)
+        self._pushed.forget()
 
     def before_close(self) -> None:
         """Wait until nothing that a snapshot still writes will change."""

@@ -27,6 +27,7 @@ from weightgrad.runtime.server.shard_server import CompletePush, Provision, Shar
 from weightgrad.runtime.server.storage import Input
 from weightgrad.runtime.telemetry import Telemetry
 from weightgrad.runtime.transport.transport import Peer
+from weightgrad.wire.message_bytes import pack
 from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import Join, Leave, Message, Push
 
@@ -80,6 +81,7 @@ class ServerRounds:
         self._pending: dict[tuple[str, int], _PendingPush] = {}
         self._joins = SeldomActions(per_s=1.0, burst=32)
         self._replies = SeldomActions(per_s=1.0, burst=64)  # to joins, and to pushes that follow on lost ones
+        self._repeats = SeldomActions(per_s=1.0, burst=64)  # pushes that are known already
         self._closing: _Closing | None = None
         self._after_closing: list[Complete] = []  # what this process found while others were closing
 
@@ -116,6 +118,8 @@ class ServerRounds:
         """
         if isinstance(message, Push):
             self._check_push(message)
+            if position is None:
+                self._check_room(message)
         elif position is None and not self._joins.try_take(message.site):
             raise ProtocolError(f"{message.site} joins and leaves more often than once a second")
         position = position if position is not None else self._process.record(Input.CONTROL, now, data)
@@ -139,6 +143,19 @@ class ServerRounds:
         if self._serving.shard.global_model.takes_gradients and push.rate is None:
             raise ProtocolError(f"{push.site} sent gradients without the learning rate to step with")
         self.coordinator.check_push(push)
+
+    def _check_room(self, push: Push) -> None:
+        """Refuse what would fill memory or the log: pushes without values, and the same one again and again."""
+        key = (push.site, push.round)
+        waiting = {other for other, one in self._pending.items() if other[0] == push.site and one.header is not None}
+        if key in waiting or self._is_taken(key):
+            if not self._repeats.try_take(push.site):
+                raise ProtocolError(f"{push.site} sends pushes that are known more often than once a second")
+        elif len(waiting) >= self.coordinator.plan.most_waiting:
+            raise ProtocolError(
+                f"{push.site} pushes for round {push.round}, and the values of {len(waiting)} of its pushes have not "
+                f"come; at most {self.coordinator.plan.most_waiting} may be on their way"
+            )
 
     def _receive_push(self, push: Push, now: float, position: int) -> None:
         key = (push.site, push.round)
@@ -232,6 +249,16 @@ class ServerRounds:
         self._tell_workers(Drop(site=key[0], round=key[1]))
         self._serving.drop(*key)
         self._process.round_closed({key})
+
+    def record_pending(self, now: float) -> None:
+        """Write pushes whose values have not begun to come to the log once more, so that it can be cut before them.
+
+        They may take ten thousand rounds, and the log has the pushes of all sites meanwhile.
+        """
+        for key in self._pending.keys() - self._serving.incomplete:
+            header, complete = self._pending[key].header, self._pending[key].complete
+            if header is not None and not complete:
+                self._process.needed_anew(key, self._process.record(Input.CONTROL, now, pack(header)))
 
     # -- rounds --------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ _AHEAD_BYTES = 16 << 20  # of a download that may wait for a rank's link
 
 _PART_COST = 2048  # of a part in memory, beside its bytes
 _SEGMENT_COST = 1024
+_SPANS = 1 << 16  # intervals that the ranks of a site may hold here, and one more for each
+_SPAN = 32  # elements: shards of columns have many short ones
 
 Send = Callable[[Peer, Bulk], None]
 """Queues a message for a rank."""
@@ -114,6 +116,23 @@ class ShardServer:
         tensors = len(shard.layout.slots) + shard.served.numel // pieces.PIECE
         self.most_push_bytes = 8 * shard.served.numel + 2 * (_PART_COST + _SEGMENT_COST) * (tensors + 64)
         """Memory of one push: twice what its elements have as float32, and what its parts cost beside."""
+
+    def check_holding(self, message: Holding) -> None:
+        """Refuse a holding of very many intervals, before it is written to the log.
+
+        Results are cut where no two ranks of a site must share a piece, and name these intervals to all sites.
+
+        Raises:
+            ProtocolError: the ranks of the site have more intervals than any way to shard a model makes.
+        """
+        site = self._sites.get(message.site)
+        held = {} if site is None or site.epoch != message.epoch else site.held
+        others = sum(len(own.spans) for rank, own in held.items() if rank != message.rank)
+        if others + len(message.held.spans) > most_spans(self.shard.layout.numel):
+            raise ProtocolError(
+                f"the ranks of {message.site} hold {others + len(message.held.spans)} intervals; wanted at most "
+                f"{most_spans(self.shard.layout.numel)}: shard the model into longer stretches"
+            )
 
     @property
     def most_bytes(self) -> int:
@@ -327,6 +346,11 @@ class ShardServer:
     def incomplete(self) -> set[tuple[str, int]]:
         """(site, round) of the pushes whose last part has not come."""
         return {(name, round_) for name, site in self._sites.items() for round_ in site.parts}
+
+
+def most_spans(numel: int) -> int:
+    """How many intervals the ranks of a site may hold of a model of so many parameters."""
+    return _SPANS + numel // _SPAN
 
 
 def _cost(part: PushPart, size: int) -> int:

@@ -68,6 +68,7 @@ class ServerSnapshots:
             "codec_bytes_s": coordinator.controller.codec_bytes_s if coordinator.controller is not None else None,
             "time": self._telemetry.now,
         }
+        rounds.record_pending(self._telemetry.now)
         self._process.snapshot(coordinator.state(), facts, wait=wait, keep=rounds.pending)
 
     def restore(self) -> None:
