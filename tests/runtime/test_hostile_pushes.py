@@ -17,7 +17,7 @@ from weightgrad.wire.messages import Push, Segment
 
 from .deployment import PATIENCE_S, Hub
 from .test_hostile_sites import close_rounds
-from .test_refusals import LAYOUT, NUMEL, Hand, hand, holding, part_of, rules, weights
+from .test_refusals import LAYOUT, NUMEL, Hand, hand, holding, model, part_of, rules, weights
 
 SITES = ("east", "west")
 UPDATE = torch.ones(NUMEL)
@@ -118,3 +118,22 @@ def test_before_there_is_a_model_holdings_have_a_bound_too(made: Path, monkeypat
         west.send(holding("west", held=Intervals(tuple((at, at + 1) for at in range(0, NUMEL, 2)))))
         assert "the ranks of west hold 8 intervals" in west.refused()
         assert not hub.server.process.take_early()
+
+
+@pytest.mark.parametrize("place", range(5), ids=["beta1", "beta2", "eps", "rate of a group", "weight decay"])
+def test_options_of_an_optimizer_with_which_no_step_can_be_taken_end_nobody(
+    made: Path, tmp_path: Path, place: int
+) -> None:
+    """Of two sites the lower number holds: with these a step raised, in the server and from its log again."""
+    adam = torch.optim.Adam(model().parameters(), lr=0.1)
+    options = [0.9, 0.999, 1e-8, 1.0, 0.0]
+    options[place] = -1e308
+    with Hub(rules("baseline"), certs=made, state=tmp_path) as hub, hand(hub, "east", made, optimizer=adam) as east:
+        with hand(hub, "west", made, optimizer=adam) as west:
+            west.send_push(west.push(UPDATE, rate=0.1, options=tuple(options)))
+            assert "where the optimizer of the run has" in west.refused()
+        with hand(hub, "west", made, optimizer=adam) as west:
+            for site in (east, west):
+                site.send_push(site.push(UPDATE, rate=0.1, options=(0.85, 0.999, 1e-8, 0.5, 0.01)))
+            hub.until(lambda: hub.version == 1)
+            assert hub.global_model.vector.isfinite().all()

@@ -19,6 +19,8 @@ from weightgrad.core.optimizers.learning_rates import base_rates_of
 
 MOST = 4096
 """No optimizer has more numbers among its options."""
+_TIMES = 100.0
+_BELOW_ONE = 1 - 1e-6
 
 
 def numbers_of(optimizer: Optimizer) -> list[float]:
@@ -30,8 +32,35 @@ def numbers_of(optimizer: Optimizer) -> list[float]:
             if name == "lr":
                 found.append(group.get("ratio", rate / rates[0] if rates[0] else 1.0))
             else:
-                found += _flat(group[name])
+                found += flat_numbers(group[name])
     return found
+
+
+def problem_with(
+    numbers: Sequence[float], described: Sequence[tuple[str, float]], rate: float, most_rate: float
+) -> str | None:
+    """Why no optimizer of this description has these numbers, or None.
+
+    A schedule may change options, but it makes none that is less than 1, such as a beta, 1 or more, and none negative:
+    with these, steps of torch's optimizers divide by zero or overflow. Numbers of another count are not stepped with.
+
+    Args:
+        numbers: what another process has said that its options are.
+        described: the name and value of each, as `OptimizerSpec.numbers` has them.
+        rate: the learning rate of the first group.
+        most_rate: the largest learning rate of any group.
+    """
+    for number, (name, first) in zip(numbers, described, strict=True) if len(numbers) == len(described) else ():
+        if name == "lr":
+            least, most, number = 0.0, most_rate, number * rate
+        elif 0 <= first < 1:
+            least = first / _TIMES if name == "eps" else max(0.0, 1 - _TIMES * (1 - first))  # a beta of 0.999: from 0.9
+            most = _BELOW_ONE
+        else:
+            least, most = sorted((first / _TIMES, first * _TIMES))
+        if not least <= number <= most:
+            return f"{name} = {number:g}, where the optimizer of the run has {first:g}; wanted {least:g} to {most:g}"
+    return None
 
 
 def put_numbers(optimizer: Optimizer, numbers: Sequence[float]) -> None:
@@ -55,13 +84,13 @@ def put_numbers(optimizer: Optimizer, numbers: Sequence[float]) -> None:
 
 
 def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted(optimizer.defaults) if name in group and _flat(group[name])]
+    return [name for name in sorted(optimizer.defaults) if name in group and flat_numbers(group[name])]
 
 
-def _flat(value: Any) -> list[float]:
+def flat_numbers(value: Any) -> list[float]:
     """The numbers of an option; switches and words have none."""
     if isinstance(value, (tuple, list)):
-        return [one for part in value for one in _flat(part)]
+        return [one for part in value for one in flat_numbers(part)]
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         return []
     number = _number(value)
@@ -75,7 +104,7 @@ def _number(value: Any) -> float:
 def _like(value: Any, numbers: Iterator[float]) -> Any:
     """An option with other numbers: what is equal stays as it is, so that its type does too."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_like(one, numbers) if _flat(one) else one for one in value)
+        return type(value)(_like(one, numbers) if flat_numbers(one) else one for one in value)
     number = next(numbers)
     if _number(value) == number:
         return value

@@ -17,6 +17,7 @@ from weightgrad.core.optimizers.lars import Lars
 from weightgrad.core.optimizers.learning_rates import base_rates_of
 from weightgrad.core.optimizers.muon import MuonForAll
 from weightgrad.core.optimizers.named import build
+from weightgrad.core.optimizers.options import flat_numbers
 from weightgrad.errors import StrategyError
 
 _ELEMENTWISE = (
@@ -155,6 +156,15 @@ class OptimizerSpec:
     def needs_whole_tensors(self) -> bool:
         """Whether its steps depend on the shapes of parameters, so that a replica must have all of each."""
         return self.kind not in _ELEMENTWISE
+
+    def numbers(self) -> tuple[tuple[str, float], ...]:
+        """The name and value of each number among the options, in the order of `core/optimizers/options.py`."""
+        return tuple(
+            (name, number)
+            for _, options in self.groups
+            for name in sorted(options)
+            for number in flat_numbers(options[name])
+        )
 
     def dump(self) -> dict[str, Any]:
         """The description as plain values, for JSON."""

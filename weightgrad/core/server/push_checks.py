@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from weightgrad.core.optimizers.options import problem_with
 from weightgrad.core.server.guard import CREDIT, Guard, Weighed
 from weightgrad.core.server.open_round import OpenRound
 from weightgrad.core.server.push_facts import PushFacts
@@ -21,10 +22,15 @@ class PushChecks:
     Args:
         plan: the server's parts of the strategy.
         guard: checks the values; None: nothing is refused because of them.
+
+    Attributes:
+        guard: checks the values.
+        described: the numbers among the options of the optimizer of the run, where gradients are shared.
     """
 
     def __init__(self, plan: ServerStrategy, guard: Guard | None) -> None:
         self.guard = guard
+        self.described: tuple[tuple[str, float], ...] = ()
         self._plan = plan
 
     def check_numbers(self, push: Push, *, pushed: int, closed: int, most_rate: float) -> None:
@@ -59,6 +65,8 @@ class PushChecks:
                 f"{who} with a learning rate of {push.rate:g}; the server takes at most {most_rate:g}, a hundred "
                 "times that of its recipe"
             )
+        if push.options and (why := problem_with(push.options, self.described, push.rate or 0.0, most_rate)):
+            raise ProtocolError(f"{who} with {why}")
 
     def problem(self, push: Push, facts: PushFacts) -> str | None:
         """Why the guard refuses a push by itself, when it comes; None if it does not."""

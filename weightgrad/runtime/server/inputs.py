@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from weightgrad.codecs import cost as codec_cost
-from weightgrad.core.optimizers.spec import AT_SITES
+from weightgrad.core.optimizers.spec import AT_SITES, OptimizerSpec
 from weightgrad.core.server.coordinator import ServerCoordinator
 from weightgrad.core.server.guard import Guard
 from weightgrad.core.server.operation import Operation
@@ -206,6 +206,8 @@ class ServerInputs:
         coordinator.elsewhere = bool((self._admission.optimizer or {}).get(AT_SITES))
         if self._run_config.most_rate is not None:
             coordinator.most_rate = self._run_config.most_rate
+        if strategy.shares == "gradients" and (self._admission.optimizer or {}).get("groups"):
+            coordinator.checks.described = OptimizerSpec.parse(self._admission.optimizer or {}, build=False).numbers()
         if coordinator.controller is not None:
             speed = codec_cost.measured_round_trip_bytes_s(strategy.wan_codec("up"))
             coordinator.controller.codec_bytes_s = speed
