@@ -15,7 +15,7 @@ from torch import nn
 from weightgrad.core.optimizers.spec import OptimizerSpec
 from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError, RefusedError, WeightGradError
-from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.admission_messages import AdmissionRequest, RankRequest
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server.admission import Admission
@@ -102,3 +102,15 @@ def test_a_learning_rate_that_is_no_number_shuts_nobody_out(rate: Any) -> None:
     with pytest.raises(RefusedError, match="cannot be read"):
         enter(asked, request("west", optimizer={**OPTIMIZER, "at_sites": True, "groups": groups}), "west")
     assert enter(asked, request("east"), "east")
+
+
+def test_a_rank_that_enters_again_and_again_has_to_wait() -> None:
+    """Each entry ends the session before and begins a thread."""
+    asked = admission("weightgrad", "east", "west")
+    asked._entries = SeldomActions(per_s=1e-9, burst=3)
+    enter(asked, request("east", workers=2), "east")
+    again = EntryRequest("east", 1, "1", RankRequest("east", 1).pack(), "east", None, "")
+    for _ in range(3):
+        asked.enter(again)
+    with pytest.raises(LinkError, match="east rank 1 enters more often than twice a second"):
+        asked.enter(again)

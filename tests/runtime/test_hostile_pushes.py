@@ -137,3 +137,11 @@ def test_options_of_an_optimizer_with_which_no_step_can_be_taken_end_nobody(
                 site.send_push(site.push(UPDATE, rate=0.1, options=(0.85, 0.999, 1e-8, 0.5, 0.01)))
             hub.until(lambda: hub.version == 1)
             assert hub.global_model.vector.isfinite().all()
+
+
+def test_a_rank_may_send_no_longer_messages_than_the_model_has(made: Path) -> None:
+    """A site may have 256 ranks, and two messages of each wait: with 24 MB each, 12 GB for any small model."""
+    with Hub(rules(), certs=made) as hub, hand(hub, "east", made) as east:
+        assert hub.transport.max_message is not None
+        assert 16 * NUMEL < hub.transport.max_message < 3 << 20
+        close_rounds(hub, east, 0)

@@ -140,6 +140,8 @@ class Admission:
             raise
 
     def _enter_rank(self, entry: EntryRequest) -> bytes:
+        if not self._entries.try_take(entry.peer):
+            raise LinkError(f"{entry.peer} enters more often than twice a second; try again")
         parse_rank_request(entry.request)
         if entry.site not in self._workers:
             raise LinkError(f"rank 0 of {entry.site} has not entered; {entry.peer} is to try again")

@@ -274,8 +274,10 @@ class ServerProcess:
 
     def _limit_transport(self, shard: ServerShard, result_bytes: int) -> None:
         """Let a rank send no longer messages than this model has, and keep only so much for one that does not read."""
+        numel = shard.layout.numel
         largest = max((slot.numel for slot in shard.layout.slots), default=0) if shard.plan.per_tensor else pieces.PIECE
-        self.transport.max_message = min(MOST_MESSAGE_BYTES, 8 * largest + (8 << 20))
+        beside = min(8 << 20, 8 * numel + (2 << 20))  # the rest of a part, or what a rank holds
+        self.transport.max_message = min(MOST_MESSAGE_BYTES, 8 * min(largest, numel) + beside)
         vectors = len(shard.global_model.vectors())
         self.transport.max_queued = (64 << 20) + 8 * vectors * shard.served.numel + result_bytes
 
