@@ -145,3 +145,29 @@ def test_a_rank_may_send_no_longer_messages_than_the_model_has(made: Path) -> No
         assert hub.transport.max_message is not None
         assert 16 * NUMEL < hub.transport.max_message < 3 << 20
         close_rounds(hub, east, 0)
+
+
+def test_a_push_whose_values_do_not_come_does_not_keep_the_log_from_being_cut(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be slow, and other sites may close ten thousand rounds meanwhile; after a restart it is still known."""
+    monkeypatch.setattr("weightgrad.runtime.server.storage._LEAST_LOG", 0)
+    monkeypatch.setattr("weightgrad.runtime.server.storage._LOG_PER_STATE", 0.0)
+    slow = rules(consistency="async_()")
+    with (
+        Hub(slow, certs=made, state=tmp_path) as hub,
+        hand(hub, "east", made) as east,
+        hand(hub, "west", made) as west,
+    ):
+        push = west.push(UPDATE)
+        west.send(dataclasses.replace(push, segments=()))
+        hub.until(lambda: hub.server.rounds is not None and hub.server.rounds.pending)
+        first = hub.server.process._positions["west", 1]
+        close_rounds(hub, east, 5)
+        hub.until(lambda: hub.server.process._positions["west", 1] > first)
+    with Hub(slow, certs=made, state=tmp_path) as again:
+        assert again.server.rounds is not None
+        assert again.server.rounds.pending == {("west", 1)}
+        with hand(again, "west", made) as west:
+            west.send(part_of(push))
+            again.until(lambda: again.core.members.by_name["west"].included_round == 1)
