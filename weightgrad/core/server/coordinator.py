@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from weightgrad.codecs import Codec
@@ -325,6 +326,7 @@ class ServerCoordinator:
     def state(self) -> dict[str, Tensor]:
         """Everything that must survive the end of a round, as named tensors. Open rounds are not part of it."""
         found = {"clock": self._progress.to_tensor(), **with_prefix("member.", self.members.state())}
+        found["durations"] = torch.tensor(self.rounds.deadlines.durations(), dtype=torch.float64)
         found |= with_prefix("agreed.", self._round_closing.agreed.state())
         found |= with_prefix("pause.", self.pause.state())
         found |= with_prefix("schedule.", self._results.state())
@@ -351,6 +353,7 @@ class ServerCoordinator:
         if self.controller is not None:
             self.controller.load(without_prefix("controller.", state))
         self.rounds.clear()
+        self.rounds.deadlines.load(state["durations"].tolist() if "durations" in state else ())
         self._closing = None
         self._links.clear()
         self.members.load(without_prefix("member.", state))

@@ -27,13 +27,16 @@ class OpenRounds:
         plan: the server's parts of the strategy.
         members: the sites.
         pause: whether the operator has paused the run.
+
+    Attributes:
+        deadlines: when the oldest of them stops waiting.
     """
 
     def __init__(self, plan: ServerStrategy, members: Members, pause: Pause) -> None:
         self._plan = plan
         self._members = members
         self._pause = pause
-        self._deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
+        self.deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
         self._by_number: dict[int, OpenRound] = {}
 
     def has(self, site: str, round_: int) -> bool:
@@ -107,7 +110,7 @@ class OpenRounds:
 
     def closed(self, seconds: float) -> None:
         """A round has closed, so many seconds after it opened."""
-        self._deadlines.round_closed(seconds)
+        self.deadlines.round_closed(seconds)
 
     def clear(self) -> None:
         """Forget all open rounds."""
@@ -125,26 +128,26 @@ class OpenRounds:
         if oldest is None or self._pause.on:
             return
         missing = oldest.missing_from(self._members.awaited)
-        if self._deadlines.holds_back(oldest, now):
+        if self.deadlines.holds_back(oldest, now):
             oldest.overdue_reported = True
             out.held_back = missing
-        if self._deadlines.is_lost(oldest, now):
+        if self.deadlines.is_lost(oldest, now):
             out.aside += [name for name in missing if self._members.lose(name)]
             out.lost = missing
 
     def next_wake(self) -> float | None:
         """When the next deadline expires if nothing comes before, or None if no round is open."""
         oldest = self._oldest
-        return None if oldest is None or self._pause.on else self._deadlines.next_wake(oldest)
+        return None if oldest is None or self._pause.on else self.deadlines.next_wake(oldest)
 
     def timeout(self) -> float | None:
         """Seconds after which a missing site is lost, or None to wait forever."""
-        return self._deadlines.timeout()
+        return self.deadlines.timeout()
 
     def overdue(self, now: float) -> bool:
         """Whether the oldest open round has been open five times as long as usual; never while the run is paused."""
         oldest = self._oldest
-        return oldest is not None and not self._pause.on and self._deadlines.is_overdue(oldest, now)
+        return oldest is not None and not self._pause.on and self.deadlines.is_overdue(oldest, now)
 
     def stuck(self, now: float) -> bool:
         """Whether the oldest open round should have closed long ago, with or without the sites that it misses."""

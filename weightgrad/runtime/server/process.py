@@ -309,18 +309,24 @@ class ServerProcess:
             site: [epoch, {rank: list(held.spans) for rank, held in ranks.items()}]
             for site, (epoch, ranks) in self.serving.holdings().items()
         }
+        # Also of a site whose ranks have been started anew and have not all come: results are still cut for it.
+        cut_for = {name: [list(own.spans) for own in ranks] for name, ranks in self.serving.shard.holdings.items()}
         open_pushes = set(self.serving.shard.pushes) | self.serving.incomplete | set(keep)
         self._positions = {key: at for key, at in self._positions.items() if key in open_pushes}
         position = min(self._positions.values(), default=self.storage.last + 1) - 1
         begin = dict(vars(self.begin))
         tensors = {**with_prefix("shard.", self.serving.shard.state()), **with_prefix("process.", more)}
-        self.storage.write(tensors, {**facts, "begin": begin, "holdings": holdings}, position, wait=wait)
+        self.storage.write(
+            tensors, {**facts, "begin": begin, "holdings": holdings, "cut_for": cut_for}, position, wait=wait
+        )
 
     def restore(self, found: Snapshot) -> dict[str, torch.Tensor]:
         """Become what a snapshot says; the caller's own tensors are returned."""
         self.begin = Begin(**found.facts["begin"])
         shard = self._make_shard(self.begin)
         shard.load(without_prefix("shard.", found.tensors))
+        for name, ranks in found.facts.get("cut_for", {}).items():
+            shard.set_holdings(name, [_intervals(spans) for spans in ranks])
         self.serving = self._serve(shard)
         self.serving.restore_holdings(
             {
