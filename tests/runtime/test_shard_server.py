@@ -128,7 +128,7 @@ def test_a_push_is_complete_when_every_rank_has_sent_its_last_part() -> None:
     assert process.server.push_part(first) is None
     other = part(WEST_1, segment(4, 2.0))
     assert process.server.push_part(other) is None
-    assert process.server.incomplete == {("west", 1)}
+    assert process.server.incomplete == {("west", 1): 0}
     last = part(WEST_0, segment(2, 3.0))
     complete = process.server.push_part(last)
     assert complete is not None

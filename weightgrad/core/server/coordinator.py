@@ -317,7 +317,8 @@ class ServerCoordinator:
         out.downloads.append(self._join_replies.reply(member, version, elsewhere=self.elsewhere))
 
     def forget_connections(self) -> None:
-        """After a restart: nobody has been sent anything."""
+        """After a restart, and after the log has been read: nobody has been sent anything."""
+        self._results.log_is_read()
         for member in self.members.by_name.values():
             member.loads = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,8 @@ class ServerProcess:
         self._first: _FirstModel | None = None
         self._early: dict[Peer, tuple[bytes, int]] = {}  # what ranks hold, and in how many intervals
         self._positions: dict[tuple[str, int], int] = {}  # where the log has the first part of an open push
+        self._open: dict[tuple[str, int], int] = {}  # of the snapshot: open pushes, and at which version they began
+        self._snapshot_end = 0  # the last input before the snapshot
         self._holdings = SeldomActions(per_s=1.0, burst=32)
         self._pushed = SeldomActions(per_s=0.1, burst=1)  # whole pushes of a site, since a round closed
 
@@ -123,6 +125,18 @@ class ServerProcess:
     def needed_from(self, push: tuple[str, int], position: int) -> None:
         """Remember where in the log an open push begins."""
         self._positions.setdefault(push, position)
+
+    def is_over(self, push: tuple[str, int], position: int | None) -> bool:
+        """Whether an input of the log is of a push that was not open any more when the snapshot was made.
+
+        The log begins with the first input of the oldest push that was open. What others were dropped or given up until
+        then must not be taken now.
+        """
+        return position is not None and 0 < position <= self._snapshot_end and push not in self._open
+
+    def began(self, push: tuple[str, int], version: int) -> int:
+        """The version at which a push began; the snapshot knows it of those that were open."""
+        return self._open.get(push, version) if self.replaying else version
 
     def needed_anew(self, push: tuple[str, int], position: int) -> None:
         """What is known of an open push is in the log once more: what came before is not needed for it."""
@@ -169,7 +183,10 @@ class ServerProcess:
         if self.serving is None:
             raise ProtocolError(f"{peer} sent a {type(message).__name__} before there was a global model")
         if isinstance(message, PushPart):
-            self.serving.check_part(message, len(data))
+            if self.is_over((message.site, message.round), position):
+                return []
+            if position is None:  # what is in the log was let through
+                self.serving.check_part(message, len(data))
             if position is None and not self._pushed.try_take(peer.site, len(data) / self.serving.most_push_bytes):
                 raise ProtocolError(f"{peer} sends its pushes again and again, and no round has closed meanwhile")
         else:
@@ -182,7 +199,8 @@ class ServerProcess:
             self.serving.hold(message)
             return []
         self.needed_from((message.site, message.round), position)
-        complete = self.serving.push_part(message, len(data))
+        version = self.began((message.site, message.round), self.serving.shard.global_model.version)
+        complete = self.serving.push_part(message, len(data), version)
         return [] if complete is None else [Complete(process=self.number, push=complete)]
 
     # -- the first model -----------------------------------------------------------------------
@@ -293,7 +311,7 @@ class ServerProcess:
         facts: dict[str, Any],
         *,
         wait: bool,
-        keep: Iterable[tuple[str, int]] = (),
+        keep: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
         """Write a snapshot.
 
@@ -301,7 +319,7 @@ class ServerProcess:
             more: tensors of the caller's own.
             facts: what else belongs to it.
             wait: whether to return only when it is on the disk.
-            keep: (site, round) of pushes of which the caller needs what is in the log.
+            keep: (site, round) of pushes of which the caller needs what is in the log, and when they began.
         """
         if self.storage is None or self.serving is None or self.begin is None:
             return
@@ -311,14 +329,20 @@ class ServerProcess:
         }
         # Also of a site whose ranks have been started anew and have not all come: results are still cut for it.
         cut_for = {name: [list(own.spans) for own in ranks] for name, ranks in self.serving.shard.holdings.items()}
-        open_pushes = set(self.serving.shard.pushes) | self.serving.incomplete | set(keep)
+        version = self.serving.shard.global_model.version
+        open_pushes = {**dict.fromkeys(self.serving.shard.pushes, version), **(keep or {}), **self.serving.incomplete}
         self._positions = {key: at for key, at in self._positions.items() if key in open_pushes}
         position = min(self._positions.values(), default=self.storage.last + 1) - 1
-        begin = dict(vars(self.begin))
+        own = {
+            "begin": dict(vars(self.begin)),
+            "holdings": holdings,
+            "unready": self.serving.unready(),
+            "cut_for": cut_for,
+            "open": [[site, round_, began] for (site, round_), began in sorted(open_pushes.items())],
+            "end": self.storage.last,
+        }
         tensors = {**with_prefix("shard.", self.serving.shard.state()), **with_prefix("process.", more)}
-        self.storage.write(
-            tensors, {**facts, "begin": begin, "holdings": holdings, "cut_for": cut_for}, position, wait=wait
-        )
+        self.storage.write(tensors, {**facts, **own}, position, wait=wait)
 
     def restore(self, found: Snapshot) -> dict[str, torch.Tensor]:
         """Become what a snapshot says; the caller's own tensors are returned."""
@@ -327,7 +351,10 @@ class ServerProcess:
         shard.load(without_prefix("shard.", found.tensors))
         for name, ranks in found.facts.get("cut_for", {}).items():
             shard.set_holdings(name, [_intervals(spans) for spans in ranks])
+        self._open = {(site, round_): began for site, round_, began in found.facts.get("open", ())}
+        self._snapshot_end = int(found.facts.get("end", 0))
         self.serving = self._serve(shard)
+        self.serving.restore_unready(found.facts.get("unready", {}))
         self.serving.restore_holdings(
             {
                 site: (epoch, {int(rank): _intervals(spans) for rank, spans in ranks.items()})

@@ -91,9 +91,9 @@ class ServerRounds:
         return self._closing is not None
 
     @property
-    def pending(self) -> set[tuple[str, int]]:
-        """(site, round) of the pushes that are not complete."""
-        return set(self._pending)
+    def pending(self) -> dict[tuple[str, int], int]:
+        """(site, round) of the pushes that are not complete, and the version at which their first word came."""
+        return {key: one.since for key, one in self._pending.items()}
 
     @property
     def _serving(self) -> ShardServer:
@@ -117,6 +117,8 @@ class ServerRounds:
             ProtocolError: no site that works correctly would send it.
         """
         if isinstance(message, Push):
+            if self._process.is_over((message.site, message.round), position):
+                return
             self._check_push(message)
             if position is None:
                 self._check_room(message)
@@ -165,7 +167,8 @@ class ServerRounds:
             self._carry_out(out, now)
             return
         self._process.needed_from(key, position)
-        self._pending.setdefault(key, _PendingPush(self.coordinator.version)).header = push
+        since = self._process.began(key, self.coordinator.version)
+        self._pending.setdefault(key, _PendingPush(since)).header = push
         self._take_if_complete(key, now)
 
     def operate(self, operation: Operation, now: float) -> None:
@@ -204,7 +207,8 @@ class ServerRounds:
                 self._telemetry.refused_update(note.push.site, why)
             self._drop_unless_open(key)
             return
-        self._pending.setdefault(key, _PendingPush(self.coordinator.version)).complete[note.process] = note.push
+        since = self._process.began(key, self.coordinator.version)
+        self._pending.setdefault(key, _PendingPush(since)).complete[note.process] = note.push
         self._take_if_complete(key, now)
 
     # -- pushes --------------------------------------------------------------------------------
@@ -255,7 +259,7 @@ class ServerRounds:
 
         They may take ten thousand rounds, and the log has the pushes of all sites meanwhile.
         """
-        for key in self._pending.keys() - self._serving.incomplete:
+        for key in self._pending.keys() - self._serving.incomplete.keys():
             header, complete = self._pending[key].header, self._pending[key].complete
             if header is not None and not complete:
                 self._process.needed_anew(key, self._process.record(Input.CONTROL, now, pack(header)))

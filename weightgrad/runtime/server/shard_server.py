@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -182,9 +183,7 @@ class ShardServer:
         Raises:
             ProtocolError: the site has too many pushes whose rounds have not closed, or they are too large.
         """
-        site = self._sites.get(part.site)
-        if site is None or part.rank not in site.held:
-            raise ProtocolError(f"rank {part.rank} of {part.site} pushes before it has said what it holds")
+        site = self._holder(part)
         rounds = {round_ for name, round_ in self._costs if name == part.site} | set(site.parts)
         if part.round not in rounds and len(rounds) >= self.most_pushes:
             raise ProtocolError(
@@ -199,23 +198,29 @@ class ShardServer:
                 f"there is room for {self.most_bytes}"
             )
 
-    def push_part(self, part: PushPart, size: int = 0) -> CompletePush | None:
+    def _holder(self, part: PushPart) -> _Site:
+        site = self._sites.get(part.site)
+        if site is None or part.rank not in site.held:
+            raise ProtocolError(f"rank {part.rank} of {part.site} pushes before it has said what it holds")
+        return site
+
+    def push_part(self, part: PushPart, size: int = 0, began: int | None = None) -> CompletePush | None:
         """Take a part of a push.
 
         Args:
             part: the part, which `check_part` has let through.
             size: its bytes.
+            began: the version of the global model at which the push began; None: the present one.
 
         Returns:
             The push, if it is complete with this part.
 
         Raises:
-            ProtocolError: there is no room for it, or the rank has not said what it holds.
+            ProtocolError: the rank has not said what it holds.
         """
-        self.check_part(part, size)
-        site = self._sites[part.site]
+        site = self._holder(part)
         by_rank, costs = site.parts.setdefault(part.round, {}), site.costs.setdefault(part.round, {})
-        site.begun.setdefault(part.round, self.shard.global_model.version)
+        site.begun.setdefault(part.round, self.shard.global_model.version if began is None else began)
         own = by_rank.setdefault(part.rank, [])
         if own and own[-1].last:
             own.clear()  # sent again from the beginning
@@ -335,6 +340,20 @@ class ShardServer:
             self._sites[name] = _Site(epoch=epoch, ranks=len(held), held=dict(held))
             self.shard.set_holdings(name, [held[rank] for rank in sorted(held)])
 
+    def unready(self) -> dict[str, list[Any]]:
+        """For JSON, of each site of which not all ranks have come: its epoch, how many there are, what each holds."""
+        return {
+            name: [site.epoch, site.ranks, {rank: list(held.spans) for rank, held in site.held.items()}]
+            for name, site in self._sites.items()
+            if site.held and not site.ready
+        }
+
+    def restore_unready(self, saved: Mapping[str, list[Any]]) -> None:
+        """Take back what `unready` returned: the log may go on with a part of a rank that has come."""
+        for name, (epoch, ranks, held) in saved.items():
+            spans = {int(rank): Intervals.of((start, stop) for start, stop in own) for rank, own in held.items()}
+            self._sites[name] = _Site(epoch=epoch, ranks=ranks, held=spans)
+
     def forget_connections(self) -> None:
         """After a restart: ranks connect anew and say again what they hold; nobody is sent anything before."""
         for site in self._sites.values():
@@ -343,9 +362,9 @@ class ShardServer:
         self._downloads.clear()
 
     @property
-    def incomplete(self) -> set[tuple[str, int]]:
-        """(site, round) of the pushes whose last part has not come."""
-        return {(name, round_) for name, site in self._sites.items() for round_ in site.parts}
+    def incomplete(self) -> dict[tuple[str, int], int]:
+        """(site, round) of the pushes whose last part has not come, and the version at which the first one came."""
+        return {(name, round_): site.begun[round_] for name, site in self._sites.items() for round_ in site.parts}
 
 
 def most_spans(numel: int) -> int:
