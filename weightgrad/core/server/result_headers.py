@@ -66,7 +66,7 @@ class ResultHeaders:
         return tuple(self._by_version[one] for one in range(1, last + 1))
 
     def state(self) -> dict[str, Tensor]:
-        """What must survive beside the logs of shards, as named tensors: sync schedules by version, and the oldest one."""
+        """What must survive beside the logs of shards, as tensors: sync schedules by version, and the oldest one."""
         return {"first": torch.tensor(self._first)} | {
             str(version): schedule_to_tensor(result.schedule)
             for version, result in self._by_version.items()
