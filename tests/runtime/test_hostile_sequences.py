@@ -159,7 +159,7 @@ class Play:
             rounds.wake(self.server.now)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 9, 18, 24])  # with the last three the bits were others once
 @pytest.mark.parametrize(("strategy", "row"), ROWS, ids=lambda one: str(one))
 def test_no_sequence_ends_the_server_and_its_log_gives_the_same_bits(
     strategy: str, row: dict[str, Any], seed: int, tmp_path: Path

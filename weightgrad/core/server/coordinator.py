@@ -316,9 +316,13 @@ class ServerCoordinator:
         """Tell a site that has not asked the way to the present global model."""
         out.downloads.append(self._join_replies.reply(member, version, elsewhere=self.elsewhere))
 
+    def read_log(self) -> None:
+        """After `load`: the inputs that come are those of the log, until `forget_connections`."""
+        self._results.read_log(begins=True)
+
     def forget_connections(self) -> None:
         """After a restart, and after the log has been read: nobody has been sent anything."""
-        self._results.log_is_read()
+        self._results.read_log(begins=False)
         for member in self.members.by_name.values():
             member.loads = None
 

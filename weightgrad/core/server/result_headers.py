@@ -25,7 +25,8 @@ class ResultHeaders:
     def __init__(self) -> None:
         self._by_version: dict[int, RoundResult] = {}
         self._first = _NONE  # the oldest version whose values every shard still has
-        self._first_once = _NONE  # the same when the checkpoint was made, while the log is read again
+        self._first_saved = _NONE  # the same when the checkpoint was made
+        self._first_once = _NONE  # that, while the log is read again
 
     def remember(self, result: RoundResult, first: int) -> None:
         """Add the result of a round that has closed.
@@ -55,9 +56,9 @@ class ResultHeaders:
         """
         return version >= 0 and version + 1 >= self._first_once
 
-    def log_is_read(self) -> None:
-        """From now on inputs are new ones."""
-        self._first_once = _NONE
+    def read_log(self, *, begins: bool) -> None:
+        """Inputs come from the log, from now on or no more."""
+        self._first_once = self._first_saved if begins else _NONE
 
     def from_first(self, last: int) -> tuple[RoundResult, ...] | None:
         """All results since the first global model up to the last one, or None if some are forgotten."""
@@ -86,7 +87,7 @@ class ResultHeaders:
             schedule = None if saved is None else schedule_from_tensor(saved)
             self._by_version[result.version] = replace(header_of(result), schedule=schedule)
         self._first = min(self._by_version, default=_NONE)
-        self._first_once = int(state["first"]) if "first" in state else _NONE
+        self._first_saved = int(state["first"]) if "first" in state else _NONE
 
 
 def header_of(result: RoundResult) -> RoundResult:

@@ -222,8 +222,13 @@ class ServerInputs:
             WeightGradError: it was refused then, too.
         """
         assert self.rounds is not None
+        known = self._process.in_snapshot(position)
+        if known and record.kind in (Input.WAKE, Input.OPERATION):
+            return
         if record.kind == Input.CONTROL:
             message = unpack(record.data, _CONTROL_LIMITS)
+            if known and not isinstance(message, Push):
+                return
             self._handle_control(getattr(message, "site", ""), record.data, record.time, position)
         elif record.kind == Input.BULK:
             self._handle_bulk(sender_of(self._process, record.data), record.data, record.time, position)

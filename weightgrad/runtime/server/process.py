@@ -132,7 +132,11 @@ class ServerProcess:
         The log begins with the first input of the oldest push that was open. What others were dropped or given up until
         then must not be taken now.
         """
-        return position is not None and 0 < position <= self._snapshot_end and push not in self._open
+        return position is not None and self.in_snapshot(position) and push not in self._open
+
+    def in_snapshot(self, position: int) -> bool:
+        """Whether an input of the log came before the snapshot, which has everything but open pushes."""
+        return 0 < position <= self._snapshot_end
 
     def began(self, push: tuple[str, int], version: int) -> int:
         """The version at which a push began; the snapshot knows it of those that were open."""

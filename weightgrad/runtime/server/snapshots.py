@@ -96,6 +96,7 @@ class ServerSnapshots:
             coordinator.controller.codec_bytes_s = found.facts["codec_bytes_s"]
         coordinator.load(own)
         self._telemetry.continue_from(float(found.facts["time"]))
+        coordinator.read_log()
         replay(self._process, self._replay)
         coordinator.forget_connections()
         log.info("continuing from global model version %d, step %d", coordinator.version, coordinator.step)
