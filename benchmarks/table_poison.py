@@ -3,6 +3,7 @@
     python benchmarks/table_poison.py --quick
     python benchmarks/table_poison.py                      # about 10 minutes on one core
     python benchmarks/table_poison.py --attacks            # the strategies' own aggregators, more attacks
+    python benchmarks/table_poison.py --directions --steps 200   # whether directions tell who is hostile
 
 Digits, LeNet, three sites of one worker in the simulator, with the guard of a deployment. The push is changed on its
 way to the server; all else is as the strategy has it. "honest" is the same run without it. The exit code is 1 if an
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 from result_table import ResultTable, Row
+from torch import Tensor
 
 from weightgrad.codecs import Fp32
 from weightgrad.codecs.registry import decode_into
@@ -33,14 +35,15 @@ from weightgrad.lab.run.simulation import simulation_plan
 from weightgrad.lab.run.task import Training
 from weightgrad.lab.sim.simulator import Simulator
 from weightgrad.machine import measured_on
+from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import Message, Push, Segment
 
 RECIPE = """
 name: poison
 seed: {seed}
-data: {{name: digits}}
+data: {{name: digits, shards: {shards}}}
 model: {{name: lenet-digits}}
-training: {{steps: {steps}, batch: 96, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}, evaluate_every: 1000000}}
+training: {{steps: {steps}, batch: {batch}, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}, evaluate_every: 1000000}}
 server: {{name: hub}}
 sites: [{{name: east, workers: 1}}, {{name: mallory, workers: 1}}, {{name: west, workers: 1}}]
 links:
@@ -117,6 +120,37 @@ class Result:
     finite: bool
 
 
+class Directions:
+    """How the push of each site lies to the sum of the others': round by round, and of sums of 25 rounds."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel, self._round, self._rounds = numel, 0, list[dict[str, Tensor]]()
+
+    def take(self, push: Push) -> None:
+        """Note a push."""
+        if push.round != self._round:
+            self._round = push.round
+            self._rounds.append({})
+        values = self._rounds[-1].setdefault(push.site, torch.zeros(self._numel))
+        for segment in push.segments:
+            segment.into(values, fixed.ADD, Intervals.whole(self._numel))
+
+    def cosines(self, site: str) -> tuple[list[float], list[float]]:
+        """The mean cosine in each quarter of the run, and those of sums of 25 rounds."""
+        whole = [one for one in self._rounds if len(one) == 3]
+        each = [_cosine(one, site) for one in whole]
+        quarter = max(1, len(each) // 4)
+        quarters = [statistics.mean(each[at : at + quarter]) for at in range(0, 4 * quarter, quarter)]
+        windows = [whole[at : at + 25] for at in range(0, len(whole) - 24, 25)]
+        sums = [{name: torch.stack([one[name] for one in window]).sum(0) for name in window[0]} for window in windows]
+        return quarters, [_cosine(one, site) for one in sums]
+
+
+def _cosine(pushes: dict[str, Tensor], site: str) -> float:
+    others = torch.stack([values for name, values in pushes.items() if name != site]).sum(0)
+    return float(torch.nn.functional.cosine_similarity(pushes[site], others, dim=0))
+
+
 def times(push: Push, factor: float, draw: torch.Generator | None = None) -> Push:
     """A push with other values in the same places: its own, or if `draw` is given noise of their norm, times factor."""
     found = []
@@ -131,20 +165,48 @@ def times(push: Push, factor: float, draw: torch.Generator | None = None) -> Pus
     return replace(push, segments=tuple(found))
 
 
-def train(strategy: str, aggregator: str | None, seed: int, steps: int, attack: Attack, share: float = 0.75) -> Result:
-    """A run in which the hostile site sends what the attack makes of its updates; `share` is the guard's."""
+def train(
+    strategy: str,
+    aggregator: str | None,
+    seed: int,
+    steps: int,
+    attack: Attack,
+    share: float = 0.75,
+    *,
+    shards: str = "iid",
+    batch: int = 96,
+    seen: list[Directions] | None = None,
+) -> Result:
+    """A run in which the hostile site sends what the attack makes of its updates; `share` is the guard's.
+
+    Args:
+        strategy: the strategy.
+        aggregator: its aggregator; None: its own.
+        seed: of the run.
+        steps: of each site.
+        attack: what the hostile site does.
+        share: the `share` of the guard.
+        shards: of the data.
+        batch: of all sites together.
+        seen: gets how the pushes lie to each other.
+    """
     part = "" if aggregator is None else f', aggregator: "{aggregator}"'
     chosen = f"{{name: {strategy}{part}}}"
-    recipe = Recipe.parse(RECIPE.format(seed=seed, steps=steps, strategy=chosen), "poison.yaml")
+    text = RECIPE.format(seed=seed, steps=steps, strategy=chosen, shards=shards, batch=batch)
+    recipe = Recipe.parse(text, "poison.yaml")
     task = Training(recipe)
     with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder) / "events.jsonl") as events:
         simulator = Simulator(simulation_plan(recipe, task), task, events)
         simulator.server.coordinator.checks.guard = Guard(share=share)
         receive = simulator.server.receive
+        if seen is not None:
+            seen.append(Directions(simulator.server.global_model.vector.numel()))
 
         def receive_changed(message: Message, now: float) -> Outbox:
             if isinstance(message, Push) and message.site == HOSTILE and attack != HONEST:
                 message = attack.change(message)
+            if isinstance(message, Push) and seen is not None:
+                seen[-1].take(message)
             return receive(message, now)
 
         simulator.server.receive = receive_changed  # type: ignore[method-assign]
@@ -206,6 +268,35 @@ def attacks(given: argparse.Namespace) -> ResultTable:
     return table
 
 
+def directions(given: argparse.Namespace) -> ResultTable:
+    """Who is opposed to the others: honest sites with similar and with different data, and a hostile one."""
+    table = ResultTable(
+        "directions",
+        "The cosine of each site's pushes with the sum of the others'",
+        f"Of {given.only or 'baseline'} on digits, {given.steps} steps, one seed: of single rounds in each quarter of "
+        "the run (mean), and of sums of 25 rounds (least to most). " + measured_on(),
+        [("run", "run", "{}"), ("site", "site", "{}"), ("rounds", "quarters", "{}"), ("25 rounds", "sums", "{}")],
+    )
+    runs: list[tuple[str, Attack, str, int]] = [
+        ("honest, similar data", HONEST, "iid", 96),
+        ("honest, different data", HONEST, "{dirichlet: 0.1}", 96),
+        ("honest, different data, batches of 768", HONEST, "{dirichlet: 0.1}", 768),
+        ("mallory times -1.4", Attack(-1.4), "iid", 96),
+    ]
+    for what, attack, shards, batch in runs:
+        seen: list[Directions] = []
+        steps = given.steps if batch == 96 else max(30, given.steps * 3 // 10)
+        found = train(given.only or "baseline", None, 0, steps, attack, shards=shards, batch=batch, seen=seen)
+        for site in ("east", HOSTILE, "west"):
+            quarters, sums = seen[0].cosines(site)
+            row: Row = {"run": what, "site": site, "finite": _said(found.finite)}
+            row["quarters"] = ", ".join(f"{one:.2f}" for one in quarters)
+            row["sums"] = f"{min(sums):.2f} to {max(sums):.2f}" if sums else ""
+            table.rows.append(row)
+            print(table.cells(row), file=sys.stderr, flush=True)
+    return table
+
+
 def _said(finite: bool) -> str:
     return "yes" if finite else "**NO**"
 
@@ -219,13 +310,15 @@ def main() -> None:
     parser.add_argument("--most-share", type=float, default=0.75, help="as of `weightgrad serve`")
     parser.add_argument("--only", help="strategies with this in their names")
     parser.add_argument("--attacks", action="store_true", help="more attacks, the strategies' own aggregators")
+    parser.add_argument("--directions", action="store_true", help="how pushes lie to each other")
     parser.add_argument("--attack", help="attacks with this in their names")
     parser.add_argument("--quick", action="store_true", help="40 steps and one seed: whether it works at all")
     given = parser.parse_args()
     if given.quick:
         given.steps, given.seeds = 40, 1
     torch.set_num_threads(1)
-    table = attacks(given) if given.attacks else aggregators(given)
+    chosen = directions if given.directions else attacks if given.attacks else aggregators
+    table = chosen(given)
     print(table.markdown())
     sys.exit(any(row["finite"] != "yes" for row in table.rows))
 

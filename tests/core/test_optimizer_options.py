@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from weightgrad.codecs import Fp32
 from weightgrad.core.agreed_numbers import AgreedNumbers
-from weightgrad.core.optimizers.options import numbers_of, put_numbers
+from weightgrad.core.global_model import GlobalModel
+from weightgrad.core.layout import Layout
+from weightgrad.core.optimizers.options import numbers_of, problem_with, put_numbers
 from weightgrad.core.optimizers.spec import OptimizerSpec
-from weightgrad.wire.messages import Push
+from weightgrad.wire.messages import Push, Segment
 
 
 def parameters() -> list[nn.Parameter]:
@@ -65,3 +68,35 @@ def test_the_median_of_what_sites_state_holds() -> None:
     assert agreed([push("a", 0.9), push("b", 0.9), push("c", 1.0, 2.0)]) == (0.9,), "of another length"
     assert agreed([push("a"), push("b"), push("c", 5.0)]) == (), "one alone does not change it"
     assert agreed([]) == ()
+
+
+KINDS = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+HOSTILE = [-1e308, -1.0, 0.0, 1e-320, 0.5, 1.0, 2.0, 1e308]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_numbers_are_let_through_steps_can_be_taken_with_them(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(12))
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, **more)
+    spec, own = OptimizerSpec.of(optimizer, [parameter]), numbers_of(optimizer)
+    layout, refused = Layout.of_shapes([("weight", (12,))]), 0
+    for place in range(len(own)):
+        for number in [*HOSTILE, own[place] * 99, own[place] / 99]:
+            numbers = [*own[:place], number, *own[place + 1 :]]
+            if problem_with(numbers, spec.numbers(), 0.1, 10.0) is not None:
+                refused += 1
+                continue
+            model = GlobalModel(layout, torch.ones(12), optimizer=spec, rate=lambda step: 0.1)
+            for step in range(1, 20):
+                gradient = Fp32().encode(torch.ones(12) * (step % 3 - 1), {}, 0)[0]
+                model.step_by([Segment(0, gradient)], step, 0.1, numbers)
+            assert model.vector.abs().max() < 1e4, (spec.numbers()[place], number)
+    assert refused > 2 * len(own)
+
+
+@pytest.mark.parametrize("numbers", [(0.85, 0.99, 1e-8, 3.0, 0.0), (0.95, 0.9999, 1e-7, 0.0, 0.1)], ids=str)
+def test_numbers_that_a_schedule_makes_are_let_through(numbers: tuple[float, ...]) -> None:
+    spec = OptimizerSpec.of(torch.optim.AdamW([parameter := nn.Parameter(torch.ones(3))], lr=0.1), [parameter])
+    assert problem_with(numbers, spec.numbers(), 0.1, 10.0) is None
+    assert problem_with(numbers[:-1], spec.numbers(), 0.1, 10.0) is None, "another count: they are not stepped with"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -194,6 +195,28 @@ def test_a_bad_tensor_of_our_layout(case: str, tmp_path: Path) -> None:
     spoil(written(tmp_path, "codebook(bits=4)"), how)
     with pytest.raises(ModelFileError, match=why):
         wg.load_quantized(tmp_path / "m.safetensors")
+
+
+JUNK: list[Any] = [None, True, -1, 0, 2**31, 2**70, 1e308, "", "half", "sign", [], {}, [[]], [2**40, 2**40], {"a": 1}]
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS[0], "codebook(bits=4)", "fp16"])
+def test_whatever_stands_in_the_place_of_a_value_it_is_read_or_refused(weights: str, tmp_path: Path) -> None:
+    """A global server reads such files of its sites: anything but a refusal would end it."""
+    tensors, metadata = contents(path := written(tmp_path, weights))
+    entries = json.loads(metadata["tensors"])
+    name = next(iter(entries))
+    for key in [*entries[name], "more"]:
+        for value in JUNK:
+            changed = {**entries, name: {**entries[name], key: value}}
+            save_file(tensors, str(path), metadata={**metadata, "tensors": json.dumps(changed)})
+            with suppress(ModelFileError):
+                wg.load_quantized(path)
+    for value in JUNK:
+        for changed in ({**entries, name: value}, {**entries, "stranger": value}, value):
+            save_file(tensors, str(path), metadata={**metadata, "tensors": json.dumps(changed)})
+            with suppress(ModelFileError):
+                wg.load_quantized(path)
 
 
 def test_trits_that_no_encoder_writes(tmp_path: Path) -> None:

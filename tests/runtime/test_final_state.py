@@ -116,3 +116,11 @@ def test_without_a_directory_nothing_is_kept() -> None:
     states = FinalStates(None, SITES)
     states.take(parts("east")[0], LAYOUT.numel)
     assert not states.collect(LAYOUT, 7, wanted=True).buffers
+
+
+def test_where_only_sites_have_the_model_none_has_it_of_a_version_that_is_to_come(tmp_path: Path) -> None:
+    """A site that claims version 2**32 - 1 would bring its own weights as the final model."""
+    honest, lie = parts("west", version=7, seed=1), parts("east", version=2**32 - 1)
+    found = taken(tmp_path, lie, honest).collect(LAYOUT, 7, wanted=False, elsewhere=True)
+    assert found.weights is not None
+    assert torch.equal(values_of(found.weights["b"]), codecs.decode(payloads(1)[1]))

@@ -35,6 +35,15 @@ class Counting(Optimizer):
             group["last"][group["k"] % 2] = rate
 
 
+class Estimating(Counting):
+    """Its list has all its numbers from the beginning, as Prodigy's options have: their count never changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["last"] = [0.0, 0.0]
+
+
 def _cooled(optimizer: Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.2 - 0.01 * step
@@ -60,12 +69,13 @@ def loop(make: Callable[[nn.Module], Any], schedule: Callable[[Optimizer, int], 
     return script
 
 
+@pytest.mark.parametrize("kind", [Counting, Estimating])
 @pytest.mark.parametrize("schedule", [lambda *_: None, _cooled], ids=["constant", "scheduled"])
-def test_what_a_step_writes_is_kept_where_gradients_are_shared(schedule: Any) -> None:
+def test_what_a_step_writes_is_kept_where_gradients_are_shared(schedule: Any, kind: type[Counting]) -> None:
     """As one optimizer on the mean of the gradients: before, counts were put back after each step."""
-    results, _ = run_sites("baseline", loop(lambda model: Counting(model.parameters()), schedule))
+    results, _ = run_sites("baseline", loop(lambda model: kind(model.parameters()), schedule))
     model = network()
-    optimizer = Counting(model.parameters())
+    optimizer = kind(model.parameters())
     optimizer.register_step_pre_hook(lambda one, *_: schedule(one, one.param_groups[0]["k"]))
     wanted = reference(model, optimizer)
     for vector, group in results.values():

@@ -22,6 +22,7 @@ from weightgrad.runtime.process_facts import about_this_process
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.seldom_actions import SeldomActions
+from weightgrad.runtime.transport.grpc_questions import Questions
 
 from .deployment import Hub, Runner, finish
 from .test_operators import recipe_of
@@ -248,3 +249,15 @@ def test_refusals_keep_their_kind(certs: Path) -> None:
         pytest.raises(RefusedError, match="no site 'north'"),
     ):
         questions.ask("about")
+
+
+def test_one_site_does_not_keep_others_from_measuring_the_line() -> None:
+    questions = Questions(lambda caller: None, lambda error, context: None)
+    for _ in range(5):
+        questions._begin("mallory")
+    with pytest.raises(LinkError, match="is being measured already"):
+        questions._begin("mallory")
+    for _ in range(3):
+        questions._begin("east")
+    with pytest.raises(LinkError, match="is being measured already"):
+        questions._begin("east")

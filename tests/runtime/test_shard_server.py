@@ -128,7 +128,7 @@ def test_a_push_is_complete_when_every_rank_has_sent_its_last_part() -> None:
     assert process.server.push_part(first) is None
     other = part(WEST_1, segment(4, 2.0))
     assert process.server.push_part(other) is None
-    assert process.server.incomplete == {("west", 1)}
+    assert process.server.incomplete == {("west", 1): 0}
     last = part(WEST_0, segment(2, 3.0))
     complete = process.server.push_part(last)
     assert complete is not None
@@ -389,3 +389,20 @@ def test_results_that_were_promised_are_sent_even_if_the_log_has_forgotten_them(
     process.hold(WEST_1, RIGHT, ranks=2)
     found = [(peer, message.version) for peer, message in process.taken() if isinstance(message, ResultPart)]
     assert found == [(peer, version) for version in (1, 2, 3) for peer in (WEST_0, WEST_1)]
+
+
+def test_a_push_that_is_not_the_one_that_was_judged_is_empty() -> None:
+    """A process may get other values while the word of the coordinator to close the round is on its way to it."""
+    process = Process()
+    process.hold_all()
+    judged = process.server.push_part(part(EAST, segment(0, *[2.0] * NUMEL)))
+    assert judged is not None
+    process.server.push_part(part(EAST, segment(0, *[1e6] * NUMEL)))
+    push = ClosedPush(site="east", round=1, weight=1.0, seen=0, squares=(judged.facts.squares,))
+    order = CloseOrder(result=RoundResult(version=1, round=1, step=1), pushes=(push,), weight=1.0)
+    process.server.close(order)
+    assert not process.vector.any()
+    process.server.push_part(part(EAST, segment(0, *[2.0] * NUMEL), round_=2))
+    result = RoundResult(version=2, round=2, step=2)
+    process.server.close(replace(order, result=result, pushes=(replace(push, round=2),)))
+    assert torch.equal(process.vector, torch.full((NUMEL,), 2.0))

@@ -32,6 +32,7 @@ MOST_BYTES = 3 << 18
 """So many bytes of buffers ride on a push at most: a control message has 1 MB."""
 
 
+_COUNTS = (torch.int64, torch.int32, torch.int16)
 _MOST_NORM = 100.0  # times the norm of the others' buffer
 _MOST_POSITIVE = 10.0  # the same, where no value of theirs is negative: a variance; means are now and then near zero
 
@@ -74,7 +75,15 @@ class SharedBuffers:
 
 def finite(buffer: Tensor) -> bool:
     """Whether it has neither NaN nor Inf."""
-    return not buffer.is_floating_point() or bool(torch.isfinite(buffer).all())
+    if buffer.is_floating_point() and buffer.element_size() == 1:
+        buffer = buffer.float()  # torch has no such test for eight bits
+    return not (buffer.is_floating_point() or buffer.is_complex()) or bool(torch.isfinite(buffer).all())
+
+
+def _most_common(buffers: Sequence[Tensor]) -> Tensor:
+    """The buffer that most of these are equal to; of equals the first."""
+    counts = [sum(torch.equal(one, other) for other in buffers) for one in buffers]
+    return buffers[counts.index(max(counts))]
 
 
 def _in_line(alike: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
@@ -100,16 +109,24 @@ def combined(sites: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Ten
     """Combine the buffers of several sites, each with its samples.
 
     Of sites whose buffers of one name differ in shape or type, those count that most sites have, and of equals those
-    that are like the first site's. Buffers that are neither numbers nor integers are the first site's.
+    that are like the first site's. Of buffers that are neither numbers nor integers, such as masks, it is the one that
+    most sites have, bit for bit, and of equals the first site's. One that is not finite counts as not sent, unless most
+    are so, as masks of attention may be.
     """
     made: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for _, buffers in sites for name in buffers):
-        named = [(samples, buffers[name]) for samples, buffers in sites if name in buffers]
+        sent = [(samples, buffers[name]) for samples, buffers in sites if name in buffers]
+        good = [(samples, one) for samples, one in sent if finite(one)]
+        plain = 2 * len(good) >= len(sent)  # otherwise it is not finite on purpose, as a mask of attention
+        named = good if plain else sent
         (kind, _), *_ = Counter((one.shape, one.dtype) for _, one in named).most_common(1)  # of equals, the first
         alike = [(samples, one) for samples, one in named if (one.shape, one.dtype) == kind]
         if len(sites) > 2 and 2 * len(alike) <= len(sites):
             continue
         first = alike[0][1]
+        if not plain or not (first.is_floating_point() or first.dtype in _COUNTS):
+            made[name] = _most_common([buffer for _, buffer in alike])
+            continue
         alike = _in_line(alike)
         total = sum(samples for samples, _ in alike)
         if first.is_floating_point() and total:
@@ -117,7 +134,7 @@ def combined(sites: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Ten
             for samples, buffer in alike:
                 mean += buffer.double() * (samples / total)
             made[name] = mean.to(first.dtype)
-        elif first.dtype in (torch.int64, torch.int32, torch.int16):
+        elif first.dtype in _COUNTS:
             made[name] = torch.stack([buffer for _, buffer in alike]).amax(0)
         else:
             made[name] = first

@@ -234,7 +234,7 @@ class QuantizedFile:
     def _take(self, name: str, entry: Any, tensors: dict[str, Tensor]) -> None:
         """Move the tensors of one entry of the metadata out of `tensors`."""
         layout = entry.get("layout") if isinstance(entry, dict) else None
-        if layout not in _KEYS or entry.keys() != _KEYS[layout]:
+        if not isinstance(layout, str) or layout not in _KEYS or entry.keys() != _KEYS[layout]:
             raise self._wrong(name, f"is described by {str(entry)[:80]}; wanted a layout of {', '.join(_KEYS)}")
         dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
         if dtype is None:
@@ -308,7 +308,7 @@ class QuantizedFile:
         tensors: dict[str, Tensor],
     ) -> PackedTensor:
         form, group, numel = entry["format"], entry["group"], math.prod(shape)
-        if form not in FORMATS:
+        if not isinstance(form, str) or form not in FORMATS:
             raise self._wrong(name, f"is of format {str(form)[:20]!r}; wanted one of {', '.join(FORMATS)}")
         allowed = {"sign": (1,), "ternary": (2,), "codebook": range(1, 9), "uniform": range(2, 9)}[form]
         bits = self._bits(name, entry, allowed)

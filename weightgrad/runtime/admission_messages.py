@@ -135,14 +135,19 @@ def parse_request(data: bytes) -> AdmissionRequest:
         sides = [side for _, shape in layout for side in shape]
         counts = (request.version, request.epoch, request.samples, request.workers)
         valid = all(side >= 0 for side in sides) and all(isinstance(count, int) for count in counts)
-        valid = valid and 1 <= request.workers <= MOST_RANKS and isinstance(request.frozen, dict)
+        valid = valid and 1 <= request.workers <= MOST_RANKS and _is_words(request.frozen)
         valid = valid and not any(isinstance(count, bool) for count in counts)
         valid = valid and (request.optimizer is None or isinstance(request.optimizer, dict))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"an admission request that cannot be read ({error!r})") from error
     if not valid or not (request.strategy is None or isinstance(request.strategy, dict)):
-        raise ProtocolError("an admission request with an invalid shape, strategy, version or number of workers")
+        raise ProtocolError("an admission request with an invalid field: a shape, strategy, version, digest or count")
     return request
+
+
+def _is_words(found: object) -> bool:
+    """Whether it is a mapping to texts, which can be compared with those of other sites whatever they are."""
+    return isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
 
 
 def parse_rank_request(data: bytes) -> RankRequest:

@@ -19,10 +19,19 @@ class SeldomActions:
         self._per_s, self._burst, self._clock = per_s, burst, clock
         self._left: dict[Hashable, tuple[float, float]] = {}  # tokens, and when they were counted
 
-    def try_take(self, peer: Hashable) -> bool:
-        """Count an action of a peer; False if it has had its share."""
+    def try_take(self, peer: Hashable, cost: float = 1.0) -> bool:
+        """Count an action of a peer; False if it has had its share.
+
+        Args:
+            peer: who acts.
+            cost: as how many actions it counts.
+        """
         now = self._clock()
         tokens, at = self._left.get(peer, (float(self._burst), now))
         tokens = min(self._burst, tokens + (now - at) * self._per_s)
-        self._left[peer] = max(0.0, tokens - 1), now
-        return tokens >= 1
+        self._left[peer] = max(0.0, tokens - cost), now
+        return tokens >= cost
+
+    def forget(self) -> None:
+        """Everybody has all of its share again."""
+        self._left.clear()

@@ -13,10 +13,13 @@ def strategy_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> s
     The text and, where the server fits it to the links, the overlap are not compared. A strategy that has other parts
     for some optimizers may be either row.
     """
-    if (mine.get("nonlinear") or mine.get("near")) and not (theirs.get("nonlinear") or theirs.get("near")):
+    nonlinear, near = mine.get("nonlinear") or {}, mine.get("near") or {}
+    if not (isinstance(nonlinear, Mapping) and isinstance(near, Mapping)):
+        return f"nonlinear and near are {nonlinear!r} and {near!r} here, which are no parts"
+    if (nonlinear or near) and not (theirs.get("nonlinear") or theirs.get("near")):
         plain = {**mine, "nonlinear": {}, "near": {}}
-        far = {**plain, **mine["nonlinear"]}
-        found = [strategy_difference(row, theirs) for row in (plain, far, {**far, **mine["near"]})]
+        far = {**plain, **nonlinear}
+        found = [strategy_difference(row, theirs) for row in (plain, far, {**far, **near})]
         return None if None in found else found[0]
     ignored = ("about", "overlap") if theirs.get("hide") else ("about",)
     for name in theirs:

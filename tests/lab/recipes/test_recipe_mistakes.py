@@ -146,6 +146,7 @@ def test_what_is_no_recipe_at_all(text: str) -> None:
         ("--- {}\n--- {}", "line 2: not YAML"),
         (r'"\U00110000"', "not YAML"),
         ("\n".join(["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 25)]), "values"),
+        (f"a: &a {'x' * 1_000_000}\nb: [{', '.join(['*a'] * 100)}]", "more than 10,000,000 characters"),
     ],
 )
 def test_hostile_texts(text: str, says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -297,3 +298,23 @@ def test_a_restarted_server_knows_no_sessions(transport: Implementation) -> None
             assert client.enter(b"again", TIMEOUT_S) == b"welcome again"
             client.start()
             exchange(second, after, client, [b"two"], [b"three"])
+
+
+def test_what_the_ranks_of_a_site_do_not_take_has_one_bound(
+    transport: Implementation, application: RecordingApplication, server: ServerTransport
+) -> None:
+    """With a bound for each rank, a site with many ranks could make the server hold as many times as much."""
+    del application
+    ranks = [Peer(OSLO.site, rank) for rank in range(4)]
+    server.max_queued = 50_000
+    with ExitStack() as made:
+        for rank in ranks:
+            made.enter_context(transport.client(rank, start=False)).enter(b"oslo", TIMEOUT_S)
+        taken = [rank for rank in 15 * ranks if server.send(rank, bytes(2000))]
+        left = server.sessions()
+        assert sum(one.unacknowledged_bytes for one in left.values()) <= 52_000
+        assert len(left) < len(ranks)
+        assert taken
+    with transport.client(LIMA) as lima:
+        assert server.send(LIMA, b"another site")
+        assert receive(lima) == b"another site"

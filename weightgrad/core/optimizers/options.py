@@ -24,6 +24,9 @@ from weightgrad.core.optimizers.learning_rates import base_rates_of
 MOST = 4096
 """No optimizer has more numbers among its options."""
 _SCHEDULED = {"lr", "momentum", "betas", "weight_decay"}  # what the schedules of torch change, and most by hand
+_USERS = _SCHEDULED | {"eps"}  # what is the user's in any optimizer; others may write whatever else is there
+_TIMES = 100.0
+_BELOW_ONE = 1 - 1e-6
 
 
 def numbers_of(optimizer: Optimizer) -> list[float]:
@@ -35,8 +38,43 @@ def numbers_of(optimizer: Optimizer) -> list[float]:
             if name == "lr":
                 found.append(group.get("ratio", rate / rates[0] if rates[0] else 1.0))
             else:
-                found += _flat(group[name])
+                found += flat_numbers(group[name])
     return found
+
+
+def problem_with(
+    numbers: Sequence[float],
+    described: Sequence[tuple[str, float]],
+    rate: float,
+    most_rate: float,
+    *,
+    own: bool = True,
+) -> str | None:
+    """Why no optimizer of this description has these numbers, or None.
+
+    A schedule may change options, but it makes none that is less than 1, such as a beta, 1 or more, and none negative:
+    with these, steps of torch's optimizers divide by zero or overflow. Numbers of another count are not stepped with.
+
+    Args:
+        numbers: what another process has said that its options are.
+        described: the name and value of each, as `OptimizerSpec.numbers` has them.
+        rate: the learning rate of the first group.
+        most_rate: the largest learning rate of any group.
+        own: whether it is one of torch's own, all of whose options are the user's. Another may count its steps there.
+    """
+    for number, (name, first) in zip(numbers, described, strict=True) if len(numbers) == len(described) else ():
+        if not own and name not in _USERS:
+            continue
+        if name == "lr":
+            least, most, number = 0.0, most_rate, number * rate
+        elif 0 <= first < 1:
+            least = first / _TIMES if name == "eps" else max(0.0, 1 - _TIMES * (1 - first))  # a beta of 0.999: from 0.9
+            most = _BELOW_ONE
+        else:
+            least, most = sorted((first / _TIMES, first * _TIMES))
+        if not least <= number <= most:
+            return f"{name} = {number:g}, where the optimizer of the run has {first:g}; wanted {least:g} to {most:g}"
+    return None
 
 
 def put_numbers(optimizer: Optimizer, numbers: Sequence[float]) -> None:
@@ -72,21 +110,23 @@ class UserOptions:
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups
         self._own = [
-            {name: (group[name], _flat(group[name])) for name in _names(optimizer, group)} for group in self._groups
+            {name: (group[name], flat_numbers(group[name])) for name in _names(optimizer, group)}
+            for group in self._groups
         ]
         self._placed: list[dict[str, list[float]]] = []
 
     def placed(self) -> None:
         """The options of a result are in place; what differs from them later, the step has written."""
         self._placed = [
-            {name: _flat(group[name]) for name in own} for group, own in zip(self._groups, self._own, strict=True)
+            {name: flat_numbers(group[name]) for name in own}
+            for group, own in zip(self._groups, self._own, strict=True)
         ]
 
     def restore(self) -> None:
         """The step is done: give the optimizer the user's options back, but for what the step has written."""
         for group, own, placed in zip(self._groups, self._own, self._placed, strict=True):
             for name, (value, numbers) in own.items():
-                if placed[name] == numbers or _flat(group[name]) != placed[name]:
+                if placed[name] == numbers or flat_numbers(group[name]) != placed[name]:
                     continue
                 if isinstance(value, Tensor):
                     value.fill_(numbers[0])
@@ -105,7 +145,7 @@ class WrittenOptions:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._first = [
-            {name: _flat(group[name]) for name in _names(optimizer, group)} for group in optimizer.param_groups
+            {name: flat_numbers(group[name]) for name in _names(optimizer, group)} for group in optimizer.param_groups
         ]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -113,7 +153,7 @@ class WrittenOptions:
         found = {}
         for place, (group, first) in enumerate(zip(self._optimizer.param_groups, self._first, strict=False)):
             for name in _names(self._optimizer, group):
-                if name not in _SCHEDULED and (now := _flat(group[name])) != first.get(name):
+                if name not in _SCHEDULED and (now := flat_numbers(group[name])) != first.get(name):
                     found[f"{place}.{name}"] = torch.tensor(now, dtype=torch.float64)
         return found
 
@@ -123,19 +163,19 @@ class WrittenOptions:
             place, name = key.split(".", 1)
             groups = self._optimizer.param_groups
             group = groups[int(place)] if int(place) < len(groups) else {}
-            if name in group and len(_flat(group[name])) == numbers.numel():
+            if name in group and len(flat_numbers(group[name])) == numbers.numel():
                 group[name] = _like(group[name], iter(numbers.tolist()))
                 self._first[int(place)].pop(name, None)  # written, also if it stays as it is now
 
 
 def _names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted(optimizer.defaults) if name in group and _flat(group[name])]
+    return [name for name in sorted(optimizer.defaults) if name in group and flat_numbers(group[name])]
 
 
-def _flat(value: Any) -> list[float]:
+def flat_numbers(value: Any) -> list[float]:
     """The numbers of an option; switches and words have none."""
     if isinstance(value, (tuple, list)):
-        return [one for part in value for one in _flat(part)]
+        return [one for part in value for one in flat_numbers(part)]
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         return []
     number = _number(value)
@@ -149,8 +189,8 @@ def _number(value: Any) -> float:
 def _like(value: Any, numbers: Iterator[float]) -> Any:
     """An option with other numbers: what is equal stays as it is, so that its type does too."""
     if isinstance(value, (tuple, list)):
-        made = type(value)(_like(one, numbers) if _flat(one) else one for one in value)
-        return value if _flat(made) == _flat(value) else made
+        made = type(value)(_like(one, numbers) if flat_numbers(one) else one for one in value)
+        return value if flat_numbers(made) == flat_numbers(value) else made
     number = next(numbers)
     if _number(value) == number:
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from weightgrad.core.optimizers.lars import Lars
 from weightgrad.core.optimizers.learning_rates import base_rates_of
 from weightgrad.core.optimizers.muon import MuonForAll
 from weightgrad.core.optimizers.named import build
+from weightgrad.core.optimizers.options import flat_numbers
 from weightgrad.errors import StrategyError
 
 _ELEMENTWISE = (
@@ -136,10 +138,10 @@ class OptimizerSpec:
         """
         try:
             kind, path = str(data["kind"]), str(data.get("path", ""))
-            groups = tuple((tuple(int(i) for i in indices), dict(options)) for indices, options in data["groups"])
+            groups = tuple((tuple(int(i) for i in indices), _told(options)) for indices, options in data["groups"])
             dtypes = {int(number): str(name) for number, name in dict(data.get("dtypes", {})).items()}
             good = all(isinstance(getattr(torch, name, None), torch.dtype) for name in dtypes.values())
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise StrategyError(f"an optimizer that cannot be read ({error!r})") from error
         if not good:
             raise StrategyError(f"an optimizer of parameters of unknown types: {sorted(set(dtypes.values()))}")
@@ -154,6 +156,15 @@ class OptimizerSpec:
     def needs_whole_tensors(self) -> bool:
         """Whether its steps depend on the shapes of parameters, so that a replica must have all of each."""
         return self.kind not in _ELEMENTWISE
+
+    def numbers(self) -> tuple[tuple[str, float], ...]:
+        """The name and value of each number among the options, in the order of `core/optimizers/options.py`."""
+        return tuple(
+            (name, number)
+            for _, options in self.groups
+            for name in sorted(options)
+            for number in flat_numbers(options[name])
+        )
 
     def dump(self) -> dict[str, Any]:
         """The description as plain values, for JSON."""
@@ -250,6 +261,15 @@ class OptimizerSpec:
             for one in wanted
             if one.default is inspect.Parameter.empty and one.name in group and one.name != "params"
         }
+
+
+def _told(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group as another process has told them: what they are is not looked at again."""
+    found = {str(name): _plain("the optimizer", str(name), value) for name, value in dict(options).items()}
+    rate = found.get("lr", 0.0)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate):
+        raise ValueError(f"a learning rate of {str(rate)[:40]}")
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,14 +15,26 @@ from weightgrad.wire.messages import RoundResult
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedPush:
-    """A push that a round closes with."""
+    """A push that a round closes with.
+
+    Attributes:
+        site: the site.
+        round: the round that the push was made for.
+        weight: its weight.
+        seen: the version of the global model that it was computed on.
+        counts: False if the push was refused: it counts as empty.
+        scale: what limits have made of its weight, as a part of it.
+        squares: of its values in each process, when they were judged. A process that has others by now, because the
+            site has sent it again, takes it for empty. Empty: not compared.
+    """
 
     site: str
     round: int
     weight: float
-    seen: int  # the version of the global model that it was computed on
-    counts: bool = True  # False if the push was refused: it counts as empty
-    scale: float = 1.0  # what the aggregator's limit has made of its weight, as a part of it
+    seen: int
+    counts: bool = True
+    scale: float = 1.0
+    squares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from weightgrad.codecs import Codec
@@ -315,8 +316,13 @@ class ServerCoordinator:
         """Tell a site that has not asked the way to the present global model."""
         out.downloads.append(self._join_replies.reply(member, version, elsewhere=self.elsewhere))
 
+    def read_log(self) -> None:
+        """After `load`: the inputs that come are those of the log, until `forget_connections`."""
+        self._results.read_log(begins=True)
+
     def forget_connections(self) -> None:
-        """After a restart: nobody has been sent anything."""
+        """After a restart, and after the log has been read: nobody has been sent anything."""
+        self._results.read_log(begins=False)
         for member in self.members.by_name.values():
             member.loads = None
 
@@ -325,6 +331,7 @@ class ServerCoordinator:
     def state(self) -> dict[str, Tensor]:
         """Everything that must survive the end of a round, as named tensors. Open rounds are not part of it."""
         found = {"clock": self._progress.to_tensor(), **with_prefix("member.", self.members.state())}
+        found["durations"] = torch.tensor(self.rounds.deadlines.durations(), dtype=torch.float64)
         found |= with_prefix("agreed.", self._round_closing.agreed.state())
         found |= with_prefix("pause.", self.pause.state())
         found |= with_prefix("schedule.", self._results.state())
@@ -351,6 +358,7 @@ class ServerCoordinator:
         if self.controller is not None:
             self.controller.load(without_prefix("controller.", state))
         self.rounds.clear()
+        self.rounds.deadlines.load(state["durations"].tolist() if "durations" in state else ())
         self._closing = None
         self._links.clear()
         self.members.load(without_prefix("member.", state))

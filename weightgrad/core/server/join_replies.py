@@ -59,7 +59,7 @@ class JoinReplies:
         """
         progress = self._progress
         missed = self._results.since(version, progress.version)
-        known = missed is not None
+        known = missed is not None or self._results.were_known(version)
         codec = None if known or download_codec is None else check_download_codec(download_codec)
         if isinstance(codec, Fp32) or elsewhere:
             codec = None  # it is exact: nothing has to be sent after it

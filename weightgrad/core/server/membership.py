@@ -23,6 +23,7 @@ GOOD = 20
 FIRST_ASIDE = 8
 """Pushes of a site that was set aside for the first time, before rounds wait for it again; then twice as many."""
 MOST_ASIDE = 1024
+_NOTHING = -2
 BY_OPERATOR = 1 << 40
 """Pushes of a site that the operator has set aside, before rounds wait for it again: until it is taken back."""
 
@@ -130,18 +131,22 @@ class Members:
             # A last push that is not in a closed round yet comes again after a restart, and is awaited.
             over = member.done and member.included_round >= member.pushed_round
             standing = [member.faults, member.good, member.aside, member.times_aside]
-            found[name] = torch.tensor([int(member.live), int(over), member.included_round, *standing])
+            loads = [int(member.loading), *(member.loads or (_NOTHING, _NOTHING))]
+            found[name] = torch.tensor([int(member.live), int(over), member.included_round, *standing, *loads])
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned."""
         self.by_name = {}
         for name, tensor in state.items():
-            live, done, included, faults, good, aside, times = (int(number) for number in tensor)
+            live, done, included, faults, good, aside, times, *loads = (int(number) for number in tensor)
+            loading, epoch, version = loads or (0, _NOTHING, _NOTHING)
             self.by_name[name] = Member(
                 name,
                 live=bool(live),
                 done=bool(done),
+                loading=bool(loading),
+                loads=None if epoch == _NOTHING else (epoch, version),
                 pushed_round=included,
                 included_round=included,
                 faults=faults,

@@ -14,6 +14,7 @@ from weightgrad.core.server.membership import Members
 from weightgrad.core.server.open_round import OpenRound
 from weightgrad.core.server.operation import Pause
 from weightgrad.core.server.outbox import Outbox
+from weightgrad.core.server.push_facts import are_of_the_same_values
 from weightgrad.core.server.round_timing import RoundDeadlines
 from weightgrad.core.server.strategy import ServerStrategy
 from weightgrad.wire.messages import RoundRequest, Waiting
@@ -26,18 +27,43 @@ class OpenRounds:
         plan: the server's parts of the strategy.
         members: the sites.
         pause: whether the operator has paused the run.
+
+    Attributes:
+        deadlines: when the oldest of them stops waiting.
     """
 
     def __init__(self, plan: ServerStrategy, members: Members, pause: Pause) -> None:
         self._plan = plan
         self._members = members
         self._pause = pause
-        self._deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
+        self.deadlines = RoundDeadlines(t_local=plan.t_local, t_global=plan.t_global, adapts=plan.adapts)
         self._by_number: dict[int, OpenRound] = {}
 
     def has(self, site: str, round_: int) -> bool:
         """Whether a push is in a round that has not closed."""
         return any((site, round_) in opened.facts for opened in self._by_number.values())
+
+    def refuse_others(self, site: str, round_: int, process: int, squares: float) -> str | None:
+        """Refuse a push that has come to a process once more, with other values than those that were judged.
+
+        Args:
+            site: the site.
+            round_: the round that the push was made for.
+            process: the process.
+            squares: the sum of the squares of the values that have come now.
+
+        Returns:
+            Why it is refused; None if it is not, or is in no open round.
+        """
+        key = (site, round_)
+        opened = next((one for one in self._by_number.values() if key in one.facts), None)
+        if opened is None or key in opened.refused:
+            return None
+        judged = opened.facts[key].by_process
+        if not judged or are_of_the_same_values(judged[process], squares):
+            return None
+        opened.refused[key] = f"update of {site} at round {round_} has come again with other values"
+        return opened.refused[key]
 
     def of(self, number: int, sender: str, now: float, out: Outbox) -> OpenRound:
         """The round of this number, which opens if it is not open yet.
@@ -84,7 +110,7 @@ class OpenRounds:
 
     def closed(self, seconds: float) -> None:
         """A round has closed, so many seconds after it opened."""
-        self._deadlines.round_closed(seconds)
+        self.deadlines.round_closed(seconds)
 
     def clear(self) -> None:
         """Forget all open rounds."""
@@ -102,26 +128,26 @@ class OpenRounds:
         if oldest is None or self._pause.on:
             return
         missing = oldest.missing_from(self._members.awaited)
-        if self._deadlines.holds_back(oldest, now):
+        if self.deadlines.holds_back(oldest, now):
             oldest.overdue_reported = True
             out.held_back = missing
-        if self._deadlines.is_lost(oldest, now):
+        if self.deadlines.is_lost(oldest, now):
             out.aside += [name for name in missing if self._members.lose(name)]
             out.lost = missing
 
     def next_wake(self) -> float | None:
         """When the next deadline expires if nothing comes before, or None if no round is open."""
         oldest = self._oldest
-        return None if oldest is None or self._pause.on else self._deadlines.next_wake(oldest)
+        return None if oldest is None or self._pause.on else self.deadlines.next_wake(oldest)
 
     def timeout(self) -> float | None:
         """Seconds after which a missing site is lost, or None to wait forever."""
-        return self._deadlines.timeout()
+        return self.deadlines.timeout()
 
     def overdue(self, now: float) -> bool:
         """Whether the oldest open round has been open five times as long as usual; never while the run is paused."""
         oldest = self._oldest
-        return oldest is not None and not self._pause.on and self._deadlines.is_overdue(oldest, now)
+        return oldest is not None and not self._pause.on and self.deadlines.is_overdue(oldest, now)
 
     def stuck(self, now: float) -> bool:
         """Whether the oldest open round should have closed long ago, with or without the sites that it misses."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from weightgrad.core.optimizers.options import problem_with
 from weightgrad.core.server.guard import CREDIT, Guard, Weighed
 from weightgrad.core.server.open_round import OpenRound
 from weightgrad.core.server.push_facts import PushFacts
@@ -21,10 +22,17 @@ class PushChecks:
     Args:
         plan: the server's parts of the strategy.
         guard: checks the values; None: nothing is refused because of them.
+
+    Attributes:
+        guard: checks the values.
+        described: the numbers among the options of the optimizer of the run, where gradients are shared.
+        elsewhere: whether only the sites can make this optimizer, so that it may write among its options.
     """
 
     def __init__(self, plan: ServerStrategy, guard: Guard | None) -> None:
         self.guard = guard
+        self.described: tuple[tuple[str, float], ...] = ()
+        self.elsewhere = False
         self._plan = plan
 
     def check_numbers(self, push: Push, *, pushed: int, closed: int, most_rate: float) -> None:
@@ -59,6 +67,9 @@ class PushChecks:
                 f"{who} with a learning rate of {push.rate:g}; the server takes at most {most_rate:g}, a hundred "
                 "times that of its recipe"
             )
+        numbers, own = push.options, not self.elsewhere
+        if numbers and (why := problem_with(numbers, self.described, push.rate or 0.0, most_rate, own=own)):
+            raise ProtocolError(f"{who} with {why}")
 
     def problem(self, push: Push, facts: PushFacts) -> str | None:
         """Why the guard refuses a push by itself, when it comes; None if it does not."""

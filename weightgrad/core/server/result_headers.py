@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from weightgrad.core.saved_schedule import schedule_from_tensor, schedule_to_tensor
@@ -24,6 +25,8 @@ class ResultHeaders:
     def __init__(self) -> None:
         self._by_version: dict[int, RoundResult] = {}
         self._first = _NONE  # the oldest version whose values every shard still has
+        self._first_saved = _NONE  # the same when the checkpoint was made
+        self._first_once = _NONE  # that, while the log is read again
 
     def remember(self, result: RoundResult, first: int) -> None:
         """Add the result of a round that has closed.
@@ -46,6 +49,17 @@ class ResultHeaders:
         known = all(one in self._by_version for one in missed) and version + 1 >= min(self._first, last + 1)
         return tuple(self._by_version[one] for one in missed) if version >= 0 and known else None
 
+    def were_known(self, version: int) -> bool:
+        """Whether the results after a version were known when an input of the log came, which is now read again.
+
+        They are not here any more. But who was sent them was awaited, and who was sent the whole model was not.
+        """
+        return version >= 0 and version + 1 >= self._first_once
+
+    def read_log(self, *, begins: bool) -> None:
+        """Inputs come from the log, from now on or no more."""
+        self._first_once = self._first_saved if begins else _NONE
+
     def from_first(self, last: int) -> tuple[RoundResult, ...] | None:
         """All results since the first global model up to the last one, or None if some are forgotten."""
         if last and not (self._first <= 1 and len(self._by_version) == last):
@@ -53,8 +67,8 @@ class ResultHeaders:
         return tuple(self._by_version[one] for one in range(1, last + 1))
 
     def state(self) -> dict[str, Tensor]:
-        """What must survive beside the shards' logs, as named tensors: the sync schedules, by version."""
-        return {
+        """What must survive beside the logs of shards, as tensors: sync schedules by version, and the oldest one."""
+        return {"first": torch.tensor(self._first)} | {
             str(version): schedule_to_tensor(result.schedule)
             for version, result in self._by_version.items()
             if result.schedule is not None
@@ -64,7 +78,7 @@ class ResultHeaders:
         """Restore what `state` returned.
 
         Args:
-            state: the sync schedules, by version.
+            state: the sync schedules by version, and the oldest version that was known.
             results: the last results, as far as all shards still have their values.
         """
         self._by_version = {}
@@ -73,6 +87,7 @@ class ResultHeaders:
             schedule = None if saved is None else schedule_from_tensor(saved)
             self._by_version[result.version] = replace(header_of(result), schedule=schedule)
         self._first = min(self._by_version, default=_NONE)
+        self._first_saved = int(state["first"]) if "first" in state else _NONE
 
 
 def header_of(result: RoundResult) -> RoundResult:

@@ -78,6 +78,7 @@ class RoundClosing:
                 weight=0.0 if (push.site, push.round) in closing.refused else self._weight(push),
                 seen=push.seen,
                 counts=closing.counts(push),
+                squares=closing.facts[push.site, push.round].by_process if closing.counts(push) else (),
             )
             for push in senders
         )

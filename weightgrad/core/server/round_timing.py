@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from weightgrad.core.controller.gradient_controller import GradientController
 from weightgrad.core.controller.update_controller import Controller
@@ -33,6 +33,15 @@ class RoundDeadlines:
     def round_closed(self, seconds: float) -> None:
         """A round has closed, so many seconds after it opened."""
         self._durations.append(seconds)
+
+    def durations(self) -> list[float]:
+        """How long the last rounds took, oldest first: after a restart, the same deadlines must expire."""
+        return list(self._durations)
+
+    def load(self, durations: Iterable[float]) -> None:
+        """Restore what `durations` returned."""
+        self._durations.clear()
+        self._durations.extend(durations)
 
     def timeout(self) -> float | None:
         """Seconds after which a missing site is lost: fixed, or grown to ten times what rounds take."""

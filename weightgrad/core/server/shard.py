@@ -30,7 +30,7 @@ from weightgrad.core.random_streams import ServerStream
 from weightgrad.core.residual import Look, Residual
 from weightgrad.core.server.close_order import ClosedPart, ClosedPush, CloseOrder
 from weightgrad.core.server.delay_compensation import DelayCompensation
-from weightgrad.core.server.push_facts import PushFacts
+from weightgrad.core.server.push_facts import PushFacts, are_of_the_same_values
 from weightgrad.core.server.result_log import ResultLog
 from weightgrad.core.vector_checks import with_prefix, without_prefix
 from weightgrad.errors import EncodeError, WeightGradError
@@ -80,6 +80,9 @@ class ServerShard:
         """For each site, what its ranks hold; a site that is not in it has one rank that holds everything."""
         self.pushes: dict[tuple[str, int], tuple[Segment, ...]] = {}
         """Encoded pushes of rounds that have not closed, by site and round."""
+        self.process = 0
+        """Which of the server's processes this is."""
+        self._found: dict[tuple[str, int], float] = {}  # the squares of each of these pushes
         self.aligned = True
         """Whether sites can be sent each other's pushes as they are, without a piece that two ranks of a site need."""
         self.plan = plan
@@ -106,11 +109,13 @@ class ServerShard:
             What was found.
         """
         self.pushes[site, round_] = segments
+        self._found[site, round_] = math.nan
         numel = sum(segment.payload.numel for segment in segments)
         problem = _misplaced(segments, self.served)
         if problem is None:
             try:
-                return PushFacts(squares=self._squares(segments), numel=numel)
+                squares = self._found[site, round_] = self._squares(segments)
+                return PushFacts(squares=squares, numel=numel)
             except WeightGradError as error:
                 problem = f"cannot be decoded: {error}"
         return PushFacts(squares=math.nan, numel=numel, problem=problem)
@@ -129,7 +134,12 @@ class ServerShard:
     def forget(self, site: str, after: int) -> None:
         """Drop the pushes of a site for rounds after this one: they will be sent again."""
         for key in [key for key in self.pushes if key[0] == site and key[1] > after]:
-            del self.pushes[key]
+            self.drop(*key)
+
+    def drop(self, site: str, round_: int) -> None:
+        """Drop a push that no round takes."""
+        self.pushes.pop((site, round_), None)
+        self._found.pop((site, round_), None)
 
     # -- rounds --------------------------------------------------------------------------------
 
@@ -168,7 +178,8 @@ class ServerShard:
 
     def _contribution(self, push: ClosedPush) -> Contribution:
         segments = self.pushes.pop((push.site, push.round), ())
-        if not push.counts:
+        found = self._found.pop((push.site, push.round), math.nan)
+        if not push.counts or (push.squares and not are_of_the_same_values(push.squares[self.process], found)):
             segments = ()
         segments = self._delay_compensation.compensate(segments, push.seen)
         return Contribution(site=push.site, round=push.round, weight=push.weight, segments=segments, scale=push.scale)
@@ -322,7 +333,7 @@ class ServerShard:
         self.global_model.load_state(without_prefix("global_model.", state), version, step)
         self.residual.load(without_prefix("result_residual.", state))
         self._memory.vectors = {name: tensor.clone() for name, tensor in without_prefix("aggregator.", state).items()}
-        self.pushes = {}
+        self.pushes, self._found = {}, {}
         self.log.restart(version)
         self._delay_compensation.clear()
         self._delay_compensation.record_model(sites=0)

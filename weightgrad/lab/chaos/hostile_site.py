@@ -102,6 +102,8 @@ class HostileSite:
             self.first_models,
             self.final_states,
             self.hostile_reports,
+            self.contradictory_holdings,
+            self.known_pushes,
             self.silence,
         ]
 
@@ -207,6 +209,19 @@ class HostileSite:
     def hostile_reports(self) -> None:
         """A report with times that nobody measures, on a push that is far ahead."""
         self._send(self._push(round=_LARGEST, report=Report(1e308, _LARGEST, 1e308, 1e308)))
+
+    def contradictory_holdings(self) -> None:
+        """One of several ranks that holds every second element, while others never come, or other numbers of ranks."""
+        held = Intervals(tuple((at, at + 1) for at in range(0, self._numel, 2)))
+        for _ in range(self._draw.randint(1, 40)):
+            epoch, ranks = self.sessions + self._draw.randint(0, 3), self._draw.choice([2, 3, _LARGEST])
+            self._send(Holding(site=self._name, rank=0, ranks=ranks, epoch=epoch, held=held))
+
+    def known_pushes(self) -> None:
+        """Pushes whose values never come, and options of an optimizer that no step can be taken with."""
+        options = tuple(self._draw.choice([-1e308, 1.0, 1e308]) for _ in range(self._draw.randint(1, 5)))
+        for _ in range(self._draw.randint(1, 100)):
+            self._send(self._push(round=self._draw.randint(1, 30), rate=0.1, options=options))
 
     def silence(self) -> None:
         """Nothing, for a while."""

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from weightgrad.errors import PlanError
+from weightgrad.errors import PlanError, RecipeError
+from weightgrad.lab.recipes.document import Document
+from weightgrad.lab.recipes.recipe_file import read_text
 
 EFFICIENCY = 0.4
 RESERVED_GB = 1.0  # context, workspaces of cuBLAS and buffers of NCCL
@@ -102,9 +103,12 @@ def read_mapping(path: Path | None, what: str) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        document = Document.parse(read_text(path), str(path))
+        if document.mistakes:
+            raise document.error(document.mistakes)
+    except RecipeError as error:
         raise PlanError(f"cannot read the table of {what} {path}: {error}") from None
+    value = document.value
     if not isinstance(value, dict):
         raise PlanError(f"{path} has {type(value).__name__}; wanted a mapping by name, as docs/plan.md shows")
     return {str(name): entry for name, entry in value.items()}

@@ -21,6 +21,7 @@ from weightgrad.errors import RecipeError
 Loc: TypeAlias = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 _MAX_VALUES = 100_000
+_MAX_CHARACTERS = 10_000_000  # of all texts together: an alias makes a long one again in two characters
 _NAMED: tuple[Loc, ...] = (("strategy",),)  # where a name alone is short for {name: it}
 _MAX_DEPTH = 30
 _MAX_WHOLE = 2**63 - 1
@@ -203,6 +204,7 @@ class _Builder:
         self.name = name
         self.places: dict[Loc, int | str] = {}
         self.mistakes: list[Mistake] = []
+        self._characters = 0
 
     def build(self, node: yaml.Node, loc: Loc, above: tuple[int, ...], line: int | None = None) -> Any:
         self.places[loc] = node.start_mark.line + 1 if line is None else line
@@ -238,6 +240,9 @@ class _Builder:
 
     def _scalar(self, node: yaml.ScalarNode, loc: Loc) -> object:
         kind, text = node.tag.removeprefix(_TAG), node.value
+        self._characters += len(text)
+        if self._characters > _MAX_CHARACTERS:
+            raise RecipeError(f"{self.name}{_line(node.start_mark)}: more than {_MAX_CHARACTERS:,} characters of text")
         try:
             if kind == "str":
                 # JSON writes some characters as two halves; a half by itself is no text.

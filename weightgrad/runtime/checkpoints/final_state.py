@@ -250,7 +250,8 @@ class FinalStates:
         for name, last in (shared or {}).items():
             if name in buffers and buffers[name].shape == last.shape:
                 buffers[name] = last.to(buffers[name].dtype)
-        newest = max((one for one in found if one.quantized), key=lambda one: one.version, default=None)
+        known = [one for one in found if one.quantized and one.version <= version]  # of no version that is to come
+        newest = max(known, key=lambda one: one.version, default=None)
         if elsewhere and newest is None:
             log.error("no site has sent the final model, and this server does not have it: the file has the first one")
         elif elsewhere and newest is not None and newest.version < version:

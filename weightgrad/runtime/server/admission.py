@@ -125,14 +125,23 @@ class Admission:
         if request.site != entry.site:
             self._on_refused("another site's name")
             raise RefusedError(f"the request is of {request.site!r}, the connection of {entry.site!r}")
-        reply = self._enter_site(request).pack()
+        reply = self._enter_or_withdraw(request).pack()
         try:
             self.roster.seen(entry.site, entry.peer_serial)
         except CheckpointError as error:
             log.error("%s", error)  # it may train all the same; to revoke it, its serial number must be given
         return reply
 
+    def _enter_or_withdraw(self, request: AdmissionRequest) -> AdmissionReply:
+        try:
+            return self._enter_site(request)
+        except (ProtocolError, RefusedError):
+            self.first_site.vote.withdraw(request.site)  # LinkError: it waits for the others, and its vote counts
+            raise
+
     def _enter_rank(self, entry: EntryRequest) -> bytes:
+        if not self._entries.try_take(entry.peer):
+            raise LinkError(f"{entry.peer} enters more often than twice a second; try again")
         parse_rank_request(entry.request)
         if entry.site not in self._workers:
             raise LinkError(f"rank 0 of {entry.site} has not entered; {entry.peer} is to try again")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from weightgrad.codecs import cost as codec_cost
-from weightgrad.core.optimizers.spec import AT_SITES
+from weightgrad.core.optimizers.spec import AT_SITES, OptimizerSpec
 from weightgrad.core.server.coordinator import ServerCoordinator
 from weightgrad.core.server.guard import Guard
 from weightgrad.core.server.operation import Operation
@@ -204,8 +204,11 @@ class ServerInputs:
         guard = self._guard or Guard(factor=1e9, share=1e9)
         coordinator = ServerCoordinator(strategy.for_server(), numel, guard)
         coordinator.elsewhere = bool((self._admission.optimizer or {}).get(AT_SITES))
+        coordinator.checks.elsewhere = coordinator.elsewhere
         if self._run_config.most_rate is not None:
             coordinator.most_rate = self._run_config.most_rate
+        if strategy.shares == "gradients" and (self._admission.optimizer or {}).get("groups"):
+            coordinator.checks.described = OptimizerSpec.parse(self._admission.optimizer or {}, build=False).numbers()
         if coordinator.controller is not None:
             speed = codec_cost.measured_round_trip_bytes_s(strategy.wan_codec("up"))
             coordinator.controller.codec_bytes_s = speed
@@ -220,8 +223,13 @@ class ServerInputs:
             WeightGradError: it was refused then, too.
         """
         assert self.rounds is not None
+        known = self._process.in_snapshot(position)
+        if known and record.kind in (Input.WAKE, Input.OPERATION):
+            return
         if record.kind == Input.CONTROL:
             message = unpack(record.data, _CONTROL_LIMITS)
+            if known and not isinstance(message, Push):
+                return
             self._handle_control(getattr(message, "site", ""), record.data, record.time, position)
         elif record.kind == Input.BULK:
             self._handle_bulk(sender_of(self._process, record.data), record.data, record.time, position)

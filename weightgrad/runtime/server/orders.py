@@ -192,7 +192,7 @@ def _from_order(order: CloseOrder) -> dict[str, Any]:
 
 
 def _to_order(found: Mapping[str, Any]) -> CloseOrder:
-    pushes = tuple(ClosedPush(**push) for push in found["pushes"])
+    pushes = tuple(ClosedPush(**{**push, "squares": tuple(push.get("squares", ()))}) for push in found["pushes"])
     return CloseOrder(**{**found, "result": _to_result(found["result"]), "pushes": pushes})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from weightgrad.kernels.noise import derive
 from weightgrad.runtime.checkpoints.snapshot import Snapshot
 from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server.orders import Begin, Complete, Initialized, Note
-from weightgrad.runtime.server.shard_server import ShardServer
+from weightgrad.runtime.server.shard_server import ShardServer, most_spans
 from weightgrad.runtime.server.storage import Input, ServerStorage
 from weightgrad.runtime.transport.transport import Peer, ServerTransport
 from weightgrad.wire.intervals import Intervals
@@ -49,6 +49,7 @@ LEAST_RESULT_BYTES = 16 << 20
 _ALL_RESULTS = 16  # times as much is kept of results where they are all that a late site can be given
 _RESULT_BYTES_A_PARAMETER = 2
 MOST_MESSAGE_BYTES = 256 << 20
+_PUSHES_SENT = 2  # times as many as may wait: a rank that connects again sends its push again
 
 Sent = Callable[[str, int], None]
 """Counts a message to a site."""
@@ -101,9 +102,12 @@ class ServerProcess:
         """Whether inputs are read from the log: nothing is written or sent."""
         self._strategy_for, self._seed, self._on_sent = strategy_for, seed, on_sent
         self._first: _FirstModel | None = None
-        self._early: dict[Peer, bytes] = {}
+        self._early: dict[Peer, tuple[bytes, int]] = {}  # what ranks hold, and in how many intervals
         self._positions: dict[tuple[str, int], int] = {}  # where the log has the first part of an open push
+        self._open: dict[tuple[str, int], int] = {}  # of the snapshot: open pushes, and at which version they began
+        self._snapshot_end = 0  # the last input before the snapshot
         self._holdings = SeldomActions(per_s=1.0, burst=32)
+        self._pushed = SeldomActions(per_s=0.1, burst=1)  # whole pushes of a site, since a round closed
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -121,6 +125,26 @@ class ServerProcess:
     def needed_from(self, push: tuple[str, int], position: int) -> None:
         """Remember where in the log an open push begins."""
         self._positions.setdefault(push, position)
+
+    def is_over(self, push: tuple[str, int], position: int | None) -> bool:
+        """Whether an input of the log is of a push that was not open any more when the snapshot was made.
+
+        The log begins with the first input of the oldest push that was open. What others were dropped or given up until
+        then must not be taken now.
+        """
+        return position is not None and self.in_snapshot(position) and push not in self._open
+
+    def in_snapshot(self, position: int) -> bool:
+        """Whether an input of the log came before the snapshot, which has everything but open pushes."""
+        return 0 < position <= self._snapshot_end
+
+    def began(self, push: tuple[str, int], version: int) -> int:
+        """The version at which a push began; the snapshot knows it of those that were open."""
+        return self._open.get(push, version) if self.replaying else version
+
+    def needed_anew(self, push: tuple[str, int], position: int) -> None:
+        """What is known of an open push is in the log once more: what came before is not needed for it."""
+        self._positions[push] = position
 
     def sync(self) -> None:
         """Make everything that came durable, before anybody is told what followed from it."""
@@ -158,23 +182,44 @@ class ServerProcess:
             named = Peer(message.site, message.rank)
             raise ProtocolError(f"{peer} sent a {type(message).__name__} in the name of {named}")
         if self.serving is None and isinstance(message, Holding):
-            self._early[peer] = bytes(data)  # until there is a model
+            self._hold_early(peer, message, data)
             return []
         if self.serving is None:
             raise ProtocolError(f"{peer} sent a {type(message).__name__} before there was a global model")
         if isinstance(message, PushPart):
-            self.serving.check_part(message, len(data))
-        elif position is None and not self._holdings.try_take(peer):
-            raise ProtocolError(f"{peer} says what it holds more often than once a second")
+            if self.is_over((message.site, message.round), position):
+                return []
+            if position is None:  # what is in the log was let through
+                self.serving.check_part(message, len(data))
+            if position is None and not self._pushed.try_take(peer.site, len(data) / self.serving.most_push_bytes):
+                raise ProtocolError(f"{peer} sends its pushes again and again, and no round has closed meanwhile")
+        else:
+            self.serving.check_holding(message)
+            few = 4096 + self.serving.shard.layout.numel // 1024  # intervals: as much work as is seldom enough
+            if position is None and not self._holdings.try_take(peer, 1 + len(message.held.spans) / few):
+                raise ProtocolError(f"{peer} says what it holds more often than once a second")
         position = self.record(Input.BULK, now, data) if position is None else position
         if isinstance(message, Holding):
             self.serving.hold(message)
             return []
         self.needed_from((message.site, message.round), position)
-        complete = self.serving.push_part(message, len(data))
+        version = self.began((message.site, message.round), self.serving.shard.global_model.version)
+        complete = self.serving.push_part(message, len(data), version)
         return [] if complete is None else [Complete(process=self.number, push=complete)]
 
     # -- the first model -----------------------------------------------------------------------
+
+    def _hold_early(self, peer: Peer, message: Holding, data: bytes | memoryview) -> None:
+        """Keep what a rank holds until there is a model."""
+        numel = 0 if self._first is None else self._first.shard.layout.numel
+        spans = {other: count for other, (_, count) in self._early.items() if other.site == peer.site}
+        spans[peer] = len(message.held.spans)
+        if sum(spans.values()) > most_spans(numel):
+            raise ProtocolError(
+                f"the ranks of {peer.site} hold {sum(spans.values())} intervals; wanted at most {most_spans(numel)}: "
+                "shard the model into longer stretches"
+            )
+        self._early[peer] = bytes(data), spans[peer]
 
     def prepare(self, begin: Begin) -> None:
         """Expect the first weights of a model."""
@@ -217,7 +262,7 @@ class ServerProcess:
     def take_early(self) -> list[tuple[Peer, bytes]]:
         """What ranks said before there was a model: the caller handles it after the first snapshot, as if it came."""
         early, self._early = self._early, {}
-        return list(early.items())
+        return [(peer, data) for peer, (data, _) in early.items()]
 
     def _make_shard(self, begin: Begin) -> ServerShard:
         layout = Layout.of_shapes((name, tuple(shape)) for name, shape in begin.layout)
@@ -240,16 +285,21 @@ class ServerProcess:
         results = MemoryResultLog(kept)
         key = derive(self._seed, RunStream.GLOBAL_SERVER)
         shard = ServerShard(model, strategy.for_server().for_shard, key, results)
+        shard.process = self.number
         self._limit_transport(shard, kept)
         return shard
 
     def _serve(self, shard: ServerShard) -> ShardServer:
-        return ShardServer(shard, self.send, self._waiting_bytes)
+        found = ShardServer(shard, self.send, self._waiting_bytes)
+        self._pushed = SeldomActions(per_s=0.1, burst=_PUSHES_SENT * found.most_pushes)
+        return found
 
     def _limit_transport(self, shard: ServerShard, result_bytes: int) -> None:
         """Let a rank send no longer messages than this model has, and keep only so much for one that does not read."""
+        numel = shard.layout.numel
         largest = max((slot.numel for slot in shard.layout.slots), default=0) if shard.plan.per_tensor else pieces.PIECE
-        self.transport.max_message = min(MOST_MESSAGE_BYTES, 8 * largest + (8 << 20))
+        beside = min(8 << 20, 8 * numel + (2 << 20))  # the rest of a part, or what a rank holds
+        self.transport.max_message = min(MOST_MESSAGE_BYTES, 8 * min(largest, numel) + beside)
         vectors = len(shard.global_model.vectors())
         self.transport.max_queued = (64 << 20) + 8 * vectors * shard.served.numel + result_bytes
 
@@ -265,7 +315,7 @@ class ServerProcess:
         facts: dict[str, Any],
         *,
         wait: bool,
-        keep: Iterable[tuple[str, int]] = (),
+        keep: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
         """Write a snapshot.
 
@@ -273,7 +323,7 @@ class ServerProcess:
             more: tensors of the caller's own.
             facts: what else belongs to it.
             wait: whether to return only when it is on the disk.
-            keep: (site, round) of pushes of which the caller needs what is in the log.
+            keep: (site, round) of pushes of which the caller needs what is in the log, and when they began.
         """
         if self.storage is None or self.serving is None or self.begin is None:
             return
@@ -281,19 +331,34 @@ class ServerProcess:
             site: [epoch, {rank: list(held.spans) for rank, held in ranks.items()}]
             for site, (epoch, ranks) in self.serving.holdings().items()
         }
-        open_pushes = set(self.serving.shard.pushes) | self.serving.incomplete | set(keep)
+        # Also of a site whose ranks have been started anew and have not all come: results are still cut for it.
+        cut_for = {name: [list(own.spans) for own in ranks] for name, ranks in self.serving.shard.holdings.items()}
+        version = self.serving.shard.global_model.version
+        open_pushes = {**dict.fromkeys(self.serving.shard.pushes, version), **(keep or {}), **self.serving.incomplete}
         self._positions = {key: at for key, at in self._positions.items() if key in open_pushes}
         position = min(self._positions.values(), default=self.storage.last + 1) - 1
-        begin = dict(vars(self.begin))
+        own = {
+            "begin": dict(vars(self.begin)),
+            "holdings": holdings,
+            "unready": self.serving.unready(),
+            "cut_for": cut_for,
+            "open": [[site, round_, began] for (site, round_), began in sorted(open_pushes.items())],
+            "end": self.storage.last,
+        }
         tensors = {**with_prefix("shard.", self.serving.shard.state()), **with_prefix("process.", more)}
-        self.storage.write(tensors, {**facts, "begin": begin, "holdings": holdings}, position, wait=wait)
+        self.storage.write(tensors, {**facts, **own}, position, wait=wait)
 
     def restore(self, found: Snapshot) -> dict[str, torch.Tensor]:
         """Become what a snapshot says; the caller's own tensors are returned."""
         self.begin = Begin(**found.facts["begin"])
         shard = self._make_shard(self.begin)
         shard.load(without_prefix("shard.", found.tensors))
+        for name, ranks in found.facts.get("cut_for", {}).items():
+            shard.set_holdings(name, [_intervals(spans) for spans in ranks])
+        self._open = {(site, round_): began for site, round_, began in found.facts.get("open", ())}
+        self._snapshot_end = int(found.facts.get("end", 0))
         self.serving = self._serve(shard)
+        self.serving.restore_unready(found.facts.get("unready", {}))
         self.serving.restore_holdings(
             {
                 site: (epoch, {int(rank): _intervals(spans) for rank, spans in ranks.items()})
@@ -306,6 +371,7 @@ class ServerProcess:
         """The pushes of a round are in the global model: the log is not needed for them any more."""
         for key in closed:
             self._positions.pop(key, None)
+        self._pushed.forget()
 
     def before_close(self) -> None:
         """Wait until nothing that a snapshot still writes will change."""

@@ -27,6 +27,7 @@ from weightgrad.runtime.server.shard_server import CompletePush, Provision, Shar
 from weightgrad.runtime.server.storage import Input
 from weightgrad.runtime.telemetry import Telemetry
 from weightgrad.runtime.transport.transport import Peer
+from weightgrad.wire.message_bytes import pack
 from weightgrad.wire.message_sizes import nbytes
 from weightgrad.wire.messages import Join, Leave, Message, Push
 
@@ -80,6 +81,7 @@ class ServerRounds:
         self._pending: dict[tuple[str, int], _PendingPush] = {}
         self._joins = SeldomActions(per_s=1.0, burst=32)
         self._replies = SeldomActions(per_s=1.0, burst=64)  # to joins, and to pushes that follow on lost ones
+        self._repeats = SeldomActions(per_s=1.0, burst=64)  # pushes that are known already
         self._closing: _Closing | None = None
         self._after_closing: list[Complete] = []  # what this process found while others were closing
 
@@ -89,9 +91,9 @@ class ServerRounds:
         return self._closing is not None
 
     @property
-    def pending(self) -> set[tuple[str, int]]:
-        """(site, round) of the pushes that are not complete."""
-        return set(self._pending)
+    def pending(self) -> dict[tuple[str, int], int]:
+        """(site, round) of the pushes that are not complete, and the version at which their first word came."""
+        return {key: one.since for key, one in self._pending.items()}
 
     @property
     def _serving(self) -> ShardServer:
@@ -115,7 +117,11 @@ class ServerRounds:
             ProtocolError: no site that works correctly would send it.
         """
         if isinstance(message, Push):
+            if self._process.is_over((message.site, message.round), position):
+                return
             self._check_push(message)
+            if position is None:
+                self._check_room(message)
         elif position is None and not self._joins.try_take(message.site):
             raise ProtocolError(f"{message.site} joins and leaves more often than once a second")
         position = position if position is not None else self._process.record(Input.CONTROL, now, data)
@@ -140,6 +146,19 @@ class ServerRounds:
             raise ProtocolError(f"{push.site} sent gradients without the learning rate to step with")
         self.coordinator.check_push(push)
 
+    def _check_room(self, push: Push) -> None:
+        """Refuse what would fill memory or the log: pushes without values, and the same one again and again."""
+        key = (push.site, push.round)
+        waiting = {other for other, one in self._pending.items() if other[0] == push.site and one.header is not None}
+        if key in waiting or self._is_taken(key):
+            if not self._repeats.try_take(push.site):
+                raise ProtocolError(f"{push.site} sends pushes that are known more often than once a second")
+        elif len(waiting) >= self.coordinator.plan.most_waiting:
+            raise ProtocolError(
+                f"{push.site} pushes for round {push.round}, and the values of {len(waiting)} of its pushes have not "
+                f"come; at most {self.coordinator.plan.most_waiting} may be on their way"
+            )
+
     def _receive_push(self, push: Push, now: float, position: int) -> None:
         key = (push.site, push.round)
         if self._is_taken(key):
@@ -148,7 +167,8 @@ class ServerRounds:
             self._carry_out(out, now)
             return
         self._process.needed_from(key, position)
-        self._pending.setdefault(key, _PendingPush(self.coordinator.version)).header = push
+        since = self._process.began(key, self.coordinator.version)
+        self._pending.setdefault(key, _PendingPush(since)).header = push
         self._take_if_complete(key, now)
 
     def operate(self, operation: Operation, now: float) -> None:
@@ -182,9 +202,13 @@ class ServerRounds:
     def _note_complete(self, note: Complete, now: float) -> None:
         key = (note.push.site, note.push.round)
         if self._is_taken(key):  # sent again, since the site could not know that it had been received
+            why = self.coordinator.rounds.refuse_others(*key, note.process, note.push.facts.squares)
+            if why is not None and not self._process.replaying:
+                self._telemetry.refused_update(note.push.site, why)
             self._drop_unless_open(key)
             return
-        self._pending.setdefault(key, _PendingPush(self.coordinator.version)).complete[note.process] = note.push
+        since = self._process.began(key, self.coordinator.version)
+        self._pending.setdefault(key, _PendingPush(since)).complete[note.process] = note.push
         self._take_if_complete(key, now)
 
     # -- pushes --------------------------------------------------------------------------------
@@ -229,6 +253,16 @@ class ServerRounds:
         self._tell_workers(Drop(site=key[0], round=key[1]))
         self._serving.drop(*key)
         self._process.round_closed({key})
+
+    def record_pending(self, now: float) -> None:
+        """Write pushes whose values have not begun to come to the log once more, so that it can be cut before them.
+
+        They may take ten thousand rounds, and the log has the pushes of all sites meanwhile.
+        """
+        for key in self._pending.keys() - self._serving.incomplete.keys():
+            header, complete = self._pending[key].header, self._pending[key].complete
+            if header is not None and not complete:
+                self._process.needed_anew(key, self._process.record(Input.CONTROL, now, pack(header)))
 
     # -- rounds --------------------------------------------------------------------------------
 

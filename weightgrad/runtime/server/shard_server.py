@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +29,8 @@ _AHEAD_BYTES = 16 << 20  # of a download that may wait for a rank's link
 
 _PART_COST = 2048  # of a part in memory, beside its bytes
 _SEGMENT_COST = 1024
+_SPANS = 1 << 16  # intervals that the ranks of a site may hold here, and one more for each
+_SPAN = 32  # elements: shards of columns have many short ones
 
 Send = Callable[[Peer, Bulk], None]
 """Queues a message for a rank."""
@@ -115,6 +118,23 @@ class ShardServer:
         self.most_push_bytes = 8 * shard.served.numel + 2 * (_PART_COST + _SEGMENT_COST) * (tensors + 64)
         """Memory of one push: twice what its elements have as float32, and what its parts cost beside."""
 
+    def check_holding(self, message: Holding) -> None:
+        """Refuse a holding of very many intervals, before it is written to the log.
+
+        Results are cut where no two ranks of a site must share a piece, and name these intervals to all sites.
+
+        Raises:
+            ProtocolError: the ranks of the site have more intervals than any way to shard a model makes.
+        """
+        site = self._sites.get(message.site)
+        held = {} if site is None or site.epoch != message.epoch else site.held
+        others = sum(len(own.spans) for rank, own in held.items() if rank != message.rank)
+        if others + len(message.held.spans) > most_spans(self.shard.layout.numel):
+            raise ProtocolError(
+                f"the ranks of {message.site} hold {others + len(message.held.spans)} intervals; wanted at most "
+                f"{most_spans(self.shard.layout.numel)}: shard the model into longer stretches"
+            )
+
     @property
     def most_bytes(self) -> int:
         """Memory for the pushes of one site whose rounds have not closed."""
@@ -163,9 +183,7 @@ class ShardServer:
         Raises:
             ProtocolError: the site has too many pushes whose rounds have not closed, or they are too large.
         """
-        site = self._sites.get(part.site)
-        if site is None or part.rank not in site.held:
-            raise ProtocolError(f"rank {part.rank} of {part.site} pushes before it has said what it holds")
+        site = self._holder(part)
         rounds = {round_ for name, round_ in self._costs if name == part.site} | set(site.parts)
         if part.round not in rounds and len(rounds) >= self.most_pushes:
             raise ProtocolError(
@@ -180,23 +198,29 @@ class ShardServer:
                 f"there is room for {self.most_bytes}"
             )
 
-    def push_part(self, part: PushPart, size: int = 0) -> CompletePush | None:
+    def _holder(self, part: PushPart) -> _Site:
+        site = self._sites.get(part.site)
+        if site is None or part.rank not in site.held:
+            raise ProtocolError(f"rank {part.rank} of {part.site} pushes before it has said what it holds")
+        return site
+
+    def push_part(self, part: PushPart, size: int = 0, began: int | None = None) -> CompletePush | None:
         """Take a part of a push.
 
         Args:
             part: the part, which `check_part` has let through.
             size: its bytes.
+            began: the version of the global model at which the push began; None: the present one.
 
         Returns:
             The push, if it is complete with this part.
 
         Raises:
-            ProtocolError: there is no room for it, or the rank has not said what it holds.
+            ProtocolError: the rank has not said what it holds.
         """
-        self.check_part(part, size)
-        site = self._sites[part.site]
+        site = self._holder(part)
         by_rank, costs = site.parts.setdefault(part.round, {}), site.costs.setdefault(part.round, {})
-        site.begun.setdefault(part.round, self.shard.global_model.version)
+        site.begun.setdefault(part.round, self.shard.global_model.version if began is None else began)
         own = by_rank.setdefault(part.rank, [])
         if own and own[-1].last:
             own.clear()  # sent again from the beginning
@@ -215,7 +239,7 @@ class ShardServer:
 
     def drop(self, site: str, round_: int) -> None:
         """Forget a complete push that no round takes."""
-        self.shard.pushes.pop((site, round_), None)
+        self.shard.drop(site, round_)
         self._costs.pop((site, round_), None)
 
     # -- rounds --------------------------------------------------------------------------------
@@ -316,6 +340,20 @@ class ShardServer:
             self._sites[name] = _Site(epoch=epoch, ranks=len(held), held=dict(held))
             self.shard.set_holdings(name, [held[rank] for rank in sorted(held)])
 
+    def unready(self) -> dict[str, list[Any]]:
+        """For JSON, of each site of which not all ranks have come: its epoch, how many there are, what each holds."""
+        return {
+            name: [site.epoch, site.ranks, {rank: list(held.spans) for rank, held in site.held.items()}]
+            for name, site in self._sites.items()
+            if site.held and not site.ready
+        }
+
+    def restore_unready(self, saved: Mapping[str, list[Any]]) -> None:
+        """Take back what `unready` returned: the log may go on with a part of a rank that has come."""
+        for name, (epoch, ranks, held) in saved.items():
+            spans = {int(rank): Intervals.of((start, stop) for start, stop in own) for rank, own in held.items()}
+            self._sites[name] = _Site(epoch=epoch, ranks=ranks, held=spans)
+
     def forget_connections(self) -> None:
         """After a restart: ranks connect anew and say again what they hold; nobody is sent anything before."""
         for site in self._sites.values():
@@ -324,9 +362,14 @@ class ShardServer:
         self._downloads.clear()
 
     @property
-    def incomplete(self) -> set[tuple[str, int]]:
-        """(site, round) of the pushes whose last part has not come."""
-        return {(name, round_) for name, site in self._sites.items() for round_ in site.parts}
+    def incomplete(self) -> dict[tuple[str, int], int]:
+        """(site, round) of the pushes whose last part has not come, and the version at which the first one came."""
+        return {(name, round_): site.begun[round_] for name, site in self._sites.items() for round_ in site.parts}
+
+
+def most_spans(numel: int) -> int:
+    """How many intervals the ranks of a site may hold of a model of so many parameters."""
+    return _SPANS + numel // _SPAN
 
 
 def _cost(part: PushPart, size: int) -> int:

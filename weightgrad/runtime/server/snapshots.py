@@ -68,6 +68,7 @@ class ServerSnapshots:
             "codec_bytes_s": coordinator.controller.codec_bytes_s if coordinator.controller is not None else None,
             "time": self._telemetry.now,
         }
+        rounds.record_pending(self._telemetry.now)
         self._process.snapshot(coordinator.state(), facts, wait=wait, keep=rounds.pending)
 
     def restore(self) -> None:
@@ -95,6 +96,7 @@ class ServerSnapshots:
             coordinator.controller.codec_bytes_s = found.facts["codec_bytes_s"]
         coordinator.load(own)
         self._telemetry.continue_from(float(found.facts["time"]))
+        coordinator.read_log()
         replay(self._process, self._replay)
         coordinator.forget_connections()
         log.info("continuing from global model version %d, step %d", coordinator.version, coordinator.step)

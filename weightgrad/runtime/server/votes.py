@@ -40,6 +40,10 @@ class LayoutVote:
         self._layouts[digest] = layout
         self._layouts = {one: self._layouts[one] for one in dict.fromkeys(self._votes.values())}
 
+    def withdraw(self, site: str) -> None:
+        """A site may not enter, whatever most sites want: its vote does not count, or nobody could."""
+        self._votes.pop(site, None)
+
     def agreed(self) -> str | None:
         """The digest of the model that is trained; None if that is not decided yet."""
         if not self._votes or self._began is None:

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +33,7 @@ MOST_SECONDS = 10.0
 CHUNK_BYTES = 256 << 10
 _LASTS_S = 60.0  # a call of Measure, however slowly its caller sends or reads
 _MOST_STREAMS = 8  # that measure at the same time, of all callers together
+_OWN_STREAMS = 5  # of these, of one caller: `doctor` measures with four
 _MOST_REQUEST = 64 << 10
 _ASKED_PER_S = 5.0  # by one caller
 _MEASURED_PER_S = 0.05  # streams of one caller: a site must not fill the server's line
@@ -70,6 +72,8 @@ class Questions:
         self._asked = SeldomActions(per_s=_ASKED_PER_S, burst=100)
         self._measured = SeldomActions(per_s=_MEASURED_PER_S, burst=64)
         self._measuring = threading.BoundedSemaphore(_MOST_STREAMS)
+        self._own: Counter[str | None] = Counter()
+        self._lock = threading.Lock()
 
     def handle_ask(self, request: bytes, context: Any) -> bytes:
         """The call Ask."""
@@ -94,8 +98,7 @@ class Questions:
             _, caller = self._caller(context)
             if not self._measured.try_take(caller.name):
                 raise LinkError(f"{caller.name} has measured the line often; try again in a few minutes")
-            if not self._measuring.acquire(blocking=False):
-                raise LinkError("the line is being measured by others; try again in a few seconds")
+            self._begin(caller.name)
         except WeightGradError as error:
             self._end(error, context)
         deadline = threading.Timer(_LASTS_S, context.cancel)  # a silent caller would keep its place for ever
@@ -107,7 +110,16 @@ class Questions:
             self._end(error, context)
         finally:
             deadline.cancel()
+            with self._lock:
+                self._own[caller.name] -= 1
             self._measuring.release()
+
+    def _begin(self, name: str | None) -> None:
+        """Take a place among those who measure, of which one caller has not all."""
+        with self._lock:
+            if self._own[name] >= _OWN_STREAMS or not self._measuring.acquire(blocking=False):
+                raise LinkError("the line is being measured already; try again in a few seconds")
+            self._own[name] += 1
 
     def _caller(self, context: Any) -> tuple[Responder, Caller]:
         caller, responder = caller_of(context), self.responder

@@ -55,6 +55,7 @@ log = logging.getLogger("weightgrad.serve")
 
 _REMEMBERED_ENDS = 256
 _TICK_S = 0.25
+_SURELY_FEW = 256  # ranks of a site: where less than this part of the limit waits for one, nothing need be added up
 
 
 class GrpcServer(ServerTransport):
@@ -130,12 +131,25 @@ class GrpcServer(ServerTransport):
             session = self._sessions.get(peer)
             if session is None:
                 return False
-            if session.messages.queued_bytes <= self.max_queued:
+            slow = self._slowest(session)
+            if slow is not session:
                 session.messages.put(data, control=control)
+            if slow is None:
                 return True
-        self._end(session, SessionEnd(grpc.StatusCode.NOT_FOUND, f"{peer} does not take what it is sent"))
-        log.warning("%s has not taken %d bytes: they are dropped, and it must enter again", peer, self.max_queued)
-        return False
+        self._end(slow, SessionEnd(grpc.StatusCode.NOT_FOUND, f"{slow.peer} does not take what it is sent"))
+        log.warning(
+            "%s has not taken what it was sent, and %s more than %d bytes in all: it must enter again",
+            *(slow.peer, peer.site, self.max_queued),
+        )
+        return slow is not session
+
+    def _slowest(self, session: Session) -> Session | None:
+        """Where too much waits for all ranks of a site together, the session with most of it; otherwise None."""
+        if session.messages.queued_bytes <= self.max_queued // _SURELY_FEW:
+            return None
+        own = [one for peer, one in self._sessions.items() if peer.site == session.peer.site]
+        waiting = {one: one.messages.queued_bytes for one in own}
+        return max(own, key=lambda one: waiting[one]) if sum(waiting.values()) > self.max_queued else None
 
     def sessions(self) -> dict[Peer, SessionStatus]:
         """See `ServerTransport.sessions`."""

@@ -285,8 +285,9 @@ class ServerTransport(ABC):
     Attributes:
         max_message: the longest bulk message that sessions take which begin from now on, in bytes; None: what the
             transport allows.
-        max_queued: memory for messages to one peer that it has not received, in bytes. Beyond it the session is void,
-            as if the peer had never entered: it sees GONE, and is told everything anew when it enters again.
+        max_queued: memory for messages to all ranks of one site that they have not received, in bytes. Beyond it the
+            session of the rank with most of it is void, as if the peer had never entered: it sees GONE, and is told
+            everything anew when it enters again.
     """
 
     max_message: int | None = None
