@@ -38,4 +38,4 @@ def facts_of_all(parts: Iterable[PushFacts]) -> PushFacts:
 
 def are_of_the_same_values(judged: float, found: float) -> bool:
     """Whether two sums of squares can be of the same values; those of two kinds of processors differ a little."""
-    return math.isclose(judged, found, rel_tol=1e-6)
+    return math.isclose(judged, found, rel_tol=1e-6) or (math.isnan(judged) and math.isnan(found))

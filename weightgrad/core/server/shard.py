@@ -69,9 +69,12 @@ class ServerShard:
         plan: the server's parts of the strategy that work on them.
         key: the key of the random stream of the codec of results.
         log: keeps the last results for sites that were away.
+        process: which of the server's processes this is.
     """
 
-    def __init__(self, global_model: GlobalModel, plan: ServerShardPlan, key: int, log: ResultLog) -> None:
+    def __init__(
+        self, global_model: GlobalModel, plan: ServerShardPlan, key: int, log: ResultLog, *, process: int = 0
+    ) -> None:
         self.global_model = global_model
         self.layout = global_model.layout
         self.served = global_model.held
@@ -80,8 +83,7 @@ class ServerShard:
         """For each site, what its ranks hold; a site that is not in it has one rank that holds everything."""
         self.pushes: dict[tuple[str, int], tuple[Segment, ...]] = {}
         """Encoded pushes of rounds that have not closed, by site and round."""
-        self.process = 0
-        """Which of the server's processes this is."""
+        self._process = process
         self._found: dict[tuple[str, int], float] = {}  # the squares of each of these pushes
         self.aligned = True
         """Whether sites can be sent each other's pushes as they are, without a piece that two ranks of a site need."""
@@ -179,7 +181,7 @@ class ServerShard:
     def _contribution(self, push: ClosedPush) -> Contribution:
         segments = self.pushes.pop((push.site, push.round), ())
         found = self._found.pop((push.site, push.round), math.nan)
-        if not push.counts or (push.squares and not are_of_the_same_values(push.squares[self.process], found)):
+        if not push.counts or (push.squares and not are_of_the_same_values(push.squares[self._process], found)):
             segments = ()
         segments = self._delay_compensation.compensate(segments, push.seen)
         return Contribution(site=push.site, round=push.round, weight=push.weight, segments=segments, scale=push.scale)

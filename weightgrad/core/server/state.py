@@ -68,7 +68,8 @@ class ServerState:
     ) -> None:
         self.coordinator = ServerCoordinator(plan, global_model.layout.numel, guard)
         self.shards = [
-            ServerShard(part, plan.for_shard, key, make_log(part.held.numel)) for part in parts or [global_model]
+            ServerShard(part, plan.for_shard, key, make_log(part.held.numel), process=process)
+            for process, part in enumerate(parts or [global_model])
         ]
         self.global_model = global_model
         self.coordinator.first_norm = math.sqrt(moments(global_model.vector).squares)

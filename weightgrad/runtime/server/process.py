@@ -284,8 +284,7 @@ class ServerProcess:
         kept = usual if self._result_bytes is None else self._result_bytes
         results = MemoryResultLog(kept)
         key = derive(self._seed, RunStream.GLOBAL_SERVER)
-        shard = ServerShard(model, strategy.for_server().for_shard, key, results)
-        shard.process = self.number
+        shard = ServerShard(model, strategy.for_server().for_shard, key, results, process=self.number)
         self._limit_transport(shard, kept)
         return shard
 
