@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from weightgrad.wire.message_sizes import nbytes
-from weightgrad.wire.messages import RoundResult
+from weightgrad.wire.messages import RoundResult, Segment
 
 
 class ResultLog(Protocol):
@@ -60,6 +62,8 @@ class MemoryResultLog:
 
     def append(self, result: RoundResult) -> None:
         """Remember the newest result, and forget the oldest ones beyond the limit."""
+        relayed = (replace(one, segments=one.segments and _as_it_came(one.segments)) for one in result.relayed)
+        result = replace(result, segments=_as_it_came(result.segments), relayed=tuple(relayed))
         self._results.append(result)
         self._bytes += nbytes(result)
         while self._results and self._bytes > self._cap:
@@ -79,3 +83,8 @@ class MemoryResultLog:
         """Forget later results, and earlier ones too unless they survive a restart."""
         self._results = [result for result in self._results if self._kept and result.version <= version]
         self._bytes = sum(nbytes(result) for result in self._results)
+
+
+def _as_it_came(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The segments without the entries that were read from them in the round: they take six times the bytes."""
+    return tuple(replace(segment) for segment in segments)

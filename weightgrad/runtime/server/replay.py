@@ -8,6 +8,7 @@ from collections.abc import Callable
 from weightgrad.errors import CheckpointError, WeightGradError
 from weightgrad.runtime.checkpoints.input_log import LogRecord
 from weightgrad.runtime.checkpoints.snapshot import Snapshot
+from weightgrad.runtime.freed_memory import return_freed_memory
 from weightgrad.runtime.server.process import ServerProcess
 from weightgrad.runtime.transport.transport import Peer
 from weightgrad.wire.message_bytes import unpack
@@ -51,6 +52,7 @@ def replay(process: ServerProcess, take: Callable[[int, LogRecord], None]) -> No
     finally:
         process.replaying = False
     process.serving.forget_connections()
+    return_freed_memory()
 
 
 def sender_of(process: ServerProcess, data: bytes) -> Peer:
