@@ -45,6 +45,10 @@ class ResultLog(Protocol):
         ...
 
 
+MOST_RESULTS = 4096
+"""So many results are remembered at most: small ones cost more memory than their bytes."""
+
+
 class MemoryResultLog:
     """Keeps the newest results in memory, up to a number of bytes.
 
@@ -62,7 +66,7 @@ class MemoryResultLog:
         """Remember the newest result, and forget the oldest ones beyond the limit."""
         self._results.append(result)
         self._bytes += nbytes(result)
-        while self._results and self._bytes > self._cap:
+        while self._results and (self._bytes > self._cap or len(self._results) > MOST_RESULTS):
             self._bytes -= nbytes(self._results.pop(0))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 
@@ -51,6 +52,14 @@ def replay(process: ServerProcess, take: Callable[[int, LogRecord], None]) -> No
     finally:
         process.replaying = False
     process.serving.forget_connections()
+    _return_memory()
+
+
+def _return_memory() -> None:
+    """Give the system what reading the log has freed: glibc keeps it, more of it the longer the log is."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def sender_of(process: ServerProcess, data: bytes) -> Peer:
