@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weightgrad.core.server.result_headers import ResultHeaders
+from weightgrad.core.server.result_log import MOST_RESULTS, MemoryResultLog
 from weightgrad.wire.messages import RoundResult
 from weightgrad.wire.sync_schedule import SyncSchedule
 
@@ -54,3 +55,13 @@ def test_schedules_survive_a_checkpoint() -> None:
     again = ResultHeaders()
     again.load(headers.state(), results)
     assert [result.schedule for result in again.since(0, 2) or ()] == [None, schedule]
+
+
+def test_results_of_few_bytes_are_not_kept_without_end() -> None:
+    """Each costs some kilobytes beside its bytes, and the coordinator knows no more of them either."""
+    log = MemoryResultLog(1 << 30)
+    for version in range(1, MOST_RESULTS + 11):
+        log.append(RoundResult(version=version, round=version, step=version))
+    assert log.first == 11
+    assert log.since(10, MOST_RESULTS + 10) is not None
+    assert log.since(9, MOST_RESULTS + 10) is None

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from weightgrad.core.saved_schedule import schedule_from_tensor, schedule_to_tensor
+from weightgrad.core.server.result_log import MOST_RESULTS
 from weightgrad.wire.message_parts import without_values
 from weightgrad.wire.messages import RoundResult
 
-_MOST = 4096  # results that are remembered
 _NONE = 2**62
 
 
@@ -40,7 +40,7 @@ class ResultHeaders:
             self._by_version |= {one: replace(old, buffers={}) for one, old in past.items() if old.buffers}
         self._by_version[result.version] = header_of(result)
         self._first = first
-        while len(self._by_version) > _MOST or min(self._by_version) < min(first, result.version):
+        while len(self._by_version) > MOST_RESULTS or min(self._by_version) < min(first, result.version):
             del self._by_version[min(self._by_version)]
 
     def since(self, version: int, last: int) -> tuple[RoundResult, ...] | None:

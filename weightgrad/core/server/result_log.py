@@ -47,6 +47,10 @@ class ResultLog(Protocol):
         ...
 
 
+MOST_RESULTS = 4096
+"""So many results are remembered at most: small ones cost more memory than their bytes."""
+
+
 class MemoryResultLog:
     """Keeps the newest results in memory, up to a number of bytes.
 
@@ -66,7 +70,7 @@ class MemoryResultLog:
         result = replace(result, segments=_as_it_came(result.segments), relayed=tuple(relayed))
         self._results.append(result)
         self._bytes += nbytes(result)
-        while self._results and self._bytes > self._cap:
+        while self._results and (self._bytes > self._cap or len(self._results) > MOST_RESULTS):
             self._bytes -= nbytes(self._results.pop(0))
 
     @property

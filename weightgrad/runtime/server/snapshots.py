@@ -101,6 +101,7 @@ class ServerSnapshots:
         coordinator.forget_connections()
         log.info("continuing from global model version %d, step %d", coordinator.version, coordinator.step)
         self._telemetry.write_missing_rounds(rounds.replayed)
+        rounds.replayed.clear()
 
     def _replay(self, position: int, record: LogRecord) -> None:
         self._telemetry.continue_from(record.time)
