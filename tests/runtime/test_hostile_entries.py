@@ -16,8 +16,8 @@ from weightgrad.core.optimizers.spec import OptimizerSpec
 from weightgrad.core.strategies import find
 from weightgrad.errors import LinkError, RefusedError, WeightGradError
 from weightgrad.runtime.admission_messages import AdmissionRequest, RankRequest
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.run_config import RunConfig
-from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server.admission import Admission
 from weightgrad.runtime.server.peer_check import PeerCheck
 from weightgrad.runtime.server.roster import Roster
@@ -34,7 +34,7 @@ def admission(strategy: str, *sites: str) -> Admission:
     run = RunConfig(sites=sites, fit=lambda numel: find(strategy), seed=3)
     peers = PeerCheck(Roster(sites), secure=False)
     made = Admission(run, peers, on_refused=lambda reason: None, max_parameters=10**6)
-    made._entries = SeldomActions(per_s=1e9, burst=10**9)
+    made._entries = RateLimiter(per_s=1e9, burst=10**9)
     return made
 
 
@@ -107,7 +107,7 @@ def test_a_learning_rate_that_is_no_number_shuts_nobody_out(rate: Any) -> None:
 def test_a_rank_that_enters_again_and_again_has_to_wait() -> None:
     """Each entry ends the session before and begins a thread."""
     asked = admission("weightgrad", "east", "west")
-    asked._entries = SeldomActions(per_s=1e-9, burst=3)
+    asked._entries = RateLimiter(per_s=1e-9, burst=3)
     enter(asked, request("east", workers=2), "east")
     again = EntryRequest("east", 1, "1", RankRequest("east", 1).pack(), "east", None, "")
     for _ in range(3):

@@ -19,9 +19,9 @@ from weightgrad.runtime.doctor.server_checks import Speed
 from weightgrad.runtime.doctor.server_questions import BusyError, ServerQuestions
 from weightgrad.runtime.doctor.site_checks import Finding, Level
 from weightgrad.runtime.process_facts import about_this_process
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
-from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.grpc_questions import Questions
 
 from .deployment import Hub, Runner, finish
@@ -185,8 +185,8 @@ def test_a_line_that_is_busy_or_breaks_is_told(certs: Path, monkeypatch: pytest.
 def test_nobody_asks_without_end(certs: Path) -> None:
     own = Credentials.load(certs, site="east")
     with Hub(recipe_of(), certs=certs) as hub, ServerQuestions(hub.address, own, streams=1) as questions:
-        hub.transport._questions._asked = SeldomActions(per_s=1e-9, burst=2)
-        hub.transport._questions._measured = SeldomActions(per_s=1e-9, burst=1)
+        hub.transport._questions._asked = RateLimiter(per_s=1e-9, burst=2)
+        hub.transport._questions._measured = RateLimiter(per_s=1e-9, burst=1)
         for _ in range(2):
             questions.ask("about")
         with pytest.raises(RefusedError, match="asks more often"):

@@ -27,7 +27,7 @@ from weightgrad.event_log import EventLog, read
 from weightgrad.kernels.moments import moments
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
 from weightgrad.runtime.one_line import OneLine
-from weightgrad.runtime.seldom_actions import SeldomActions
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.transport.transport import LinkEvent
 from weightgrad.units import show_bytes
 from weightgrad.wire.messages import Join, Push, Waiting
@@ -53,7 +53,7 @@ class Telemetry:
         self._sizes: dict[tuple[str, int], int] = {}  # of the same
         self._opened: dict[int, float] = {}  # when the first push of an open round came
         self._full = False  # the event log could not be written
-        self._lines = SeldomActions(per_s=1.0, burst=20)  # of what strangers and single sites can cause
+        self._lines = RateLimiter(per_s=1.0, burst=20)  # of what strangers and single sites can cause
 
     @property
     def away(self) -> frozenset[str]:

@@ -27,8 +27,8 @@ from weightgrad.runtime.admission_messages import (
 )
 from weightgrad.runtime.layout_match import first_difference
 from weightgrad.runtime.process_facts import about_this_process
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.run_config import RunConfig
-from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.server.entry_pauses import EntryPauses
 from weightgrad.runtime.server.first_site import FirstSite
 from weightgrad.runtime.server.optimizer_admission import OptimizerAdmission, is_for_another_optimizer
@@ -86,7 +86,7 @@ class Admission:
         self.first_site = FirstSite(run_config, peers.roster, named=first_site, agree_s=agree_s, on_refused=on_refused)
         self._optimizers = OptimizerAdmission(on_refused)
         self._frozen = FrozenVote(len(run_config.sites), on_refused)
-        self._entries = SeldomActions(per_s=2.0, burst=60)
+        self._entries = RateLimiter(per_s=2.0, burst=60)
         self._workers: dict[str, int] = {}  # ranks of the sites that were admitted
         self.layout: Layout | None = None
         self.strategy: Strategy | None = None

@@ -29,7 +29,7 @@ from weightgrad.kernels import fixed
 from weightgrad.kernels.moments import moments
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime.checkpoints.snapshot import Snapshot
-from weightgrad.runtime.seldom_actions import SeldomActions
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.server.orders import Begin, Complete, Initialized, Note
 from weightgrad.runtime.server.shard_server import ShardServer, most_spans
 from weightgrad.runtime.server.storage import Input, ServerStorage
@@ -106,8 +106,8 @@ class ServerProcess:
         self._positions: dict[tuple[str, int], int] = {}  # where the log has the first part of an open push
         self._open: dict[tuple[str, int], int] = {}  # of the snapshot: open pushes, and at which version they began
         self._snapshot_end = 0  # the last input before the snapshot
-        self._holdings = SeldomActions(per_s=1.0, burst=32)
-        self._pushed = SeldomActions(per_s=0.1, burst=1)  # whole pushes of a site, since a round closed
+        self._holdings = RateLimiter(per_s=1.0, burst=32)
+        self._pushed = RateLimiter(per_s=0.1, burst=1)  # whole pushes of a site, since a round closed
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class ServerProcess:
 
     def _serve(self, shard: ServerShard) -> ShardServer:
         found = ShardServer(shard, self.send, self._waiting_bytes)
-        self._pushed = SeldomActions(per_s=0.1, burst=_PUSHES_SENT * found.most_pushes)
+        self._pushed = RateLimiter(per_s=0.1, burst=_PUSHES_SENT * found.most_pushes)
         return found
 
     def _limit_transport(self, shard: ServerShard, result_bytes: int) -> None:

@@ -19,7 +19,7 @@ from weightgrad.core.server.push_facts import facts_of_all
 from weightgrad.core.shared_buffers import BUFFER
 from weightgrad.core.vector_checks import with_prefix
 from weightgrad.errors import ProtocolError
-from weightgrad.runtime.seldom_actions import SeldomActions
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.server.group import ServerGroup
 from weightgrad.runtime.server.orders import Close, Closed, Complete, Drop, Provide, to_bytes
 from weightgrad.runtime.server.process import ServerProcess
@@ -79,9 +79,9 @@ class ServerRounds:
         """The rounds that were closed again from the log."""
         self._process, self._group, self._telemetry, self._send = process, group, telemetry, send
         self._pending: dict[tuple[str, int], _PendingPush] = {}
-        self._joins = SeldomActions(per_s=1.0, burst=32)
-        self._replies = SeldomActions(per_s=1.0, burst=64)  # to joins, and to pushes that follow on lost ones
-        self._repeats = SeldomActions(per_s=1.0, burst=64)  # pushes that are known already
+        self._joins = RateLimiter(per_s=1.0, burst=32)
+        self._replies = RateLimiter(per_s=1.0, burst=64)  # to joins, and to pushes that follow on lost ones
+        self._repeats = RateLimiter(per_s=1.0, burst=64)  # pushes that are known already
         self._closing: _Closing | None = None
         self._after_closing: list[Complete] = []  # what this process found while others were closing
 

@@ -24,7 +24,7 @@ import grpc
 from cryptography import x509
 
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, WeightGradError
-from weightgrad.runtime.seldom_actions import SeldomActions
+from weightgrad.runtime.rate_limiter import RateLimiter
 
 log = logging.getLogger("weightgrad.serve")
 
@@ -69,8 +69,8 @@ class Questions:
     def __init__(self, prove: Callable[[Caller], None], end: Callable[[WeightGradError, Any], None]) -> None:
         self.responder: Responder | None = None
         self._prove, self._end = prove, end
-        self._asked = SeldomActions(per_s=_ASKED_PER_S, burst=100)
-        self._measured = SeldomActions(per_s=_MEASURED_PER_S, burst=64)
+        self._asked = RateLimiter(per_s=_ASKED_PER_S, burst=100)
+        self._measured = RateLimiter(per_s=_MEASURED_PER_S, burst=64)
         self._measuring = threading.BoundedSemaphore(_MOST_STREAMS)
         self._own: Counter[str | None] = Counter()
         self._lock = threading.Lock()

@@ -25,8 +25,8 @@ from urllib.parse import unquote
 import grpc
 
 from weightgrad.errors import LinkError, ProtocolError, RefusedError, StrategyError, WeightGradError
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.security.tls_check import is_loopback
-from weightgrad.runtime.seldom_actions import SeldomActions
 from weightgrad.runtime.transport.connection_gate import ConnectionGate
 from weightgrad.runtime.transport.grpc_listener import make_server
 from weightgrad.runtime.transport.grpc_questions import Questions, Responder
@@ -89,7 +89,7 @@ class GrpcServer(ServerTransport):
         self._sent_while_entering: dict[Peer, list[tuple[Outgoing, bool]]] = {}  # while Enter is answered
         self._ended: OrderedDict[str, SessionEnd] = OrderedDict()  # by the session's id
         self._known: dict[Peer, KnownPeer] = {}
-        self._lines = SeldomActions(per_s=1.0, burst=20)  # about peers at one address that are not admitted
+        self._lines = RateLimiter(per_s=1.0, burst=20)  # about peers at one address that are not admitted
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_sessions, name="sessions-watch", daemon=True)
         self._questions = Questions(

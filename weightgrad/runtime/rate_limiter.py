@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 
 
-class SeldomActions:
+class RateLimiter:
     """A token bucket for each peer.
 
     Args:
