@@ -119,7 +119,7 @@ class Plan:
     tasks: tuple[str, ...] = tuple(TASKS)
 
 
-QUICK = Plan(steps=4, first_seed=0, evaluate_on=16, tasks=("LeNet, Muon",))
+QUICK = Plan(steps=4, first_seed=0, evaluate_on=16, tasks=("skewed LeNet, AdamW",))
 
 
 def recipe(plan: Plan, task: str) -> Recipe:
