@@ -126,12 +126,12 @@ def test_schedules() -> None:
 @pytest.mark.parametrize(
     ("settings", "shares", "aggregator"),
     [
-        ([], "updates", "sender_mean(silent=0.25)"),
+        ([], "updates", "sender_mean"),
         (["training.optimizer={name: sgd, lr: 0.1}"], "updates", "mean"),
         (["compute.seconds_per_step=10"], "gradients", "mean"),
         (["compute.seconds_per_step=10", "training.optimizer={name: sgd, lr: 0.1}"], "updates", "mean"),
         (["compute.seconds_per_step=10", "strategy.shares=updates"], "updates", "mean"),
-        (["compute.seconds_per_step=calibrate"], "updates", "sender_mean(silent=0.25)"),
+        (["compute.seconds_per_step=calibrate"], "updates", "sender_mean"),
     ],
 )
 def test_auto_is_fitted_to_the_optimizer_and_the_links(settings: list[str], shares: str, aggregator: str) -> None:

@@ -88,7 +88,7 @@ def test_a_measurement_that_never_ends_takes_nobody_s_place(monkeypatch: pytest.
     with place() as hub, grpc.insecure_channel(hub.address) as channel:
         hub.server.answer_with(_Anybody())
         measure = channel.stream_stream(MEASURE)
-        calls = [measure(requests()) for _ in range(grpc_questions._MOST_STREAMS)]
+        calls = [measure(requests()) for _ in range(grpc_questions._OWN_STREAMS)]
         for call in calls:
             with pytest.raises(grpc.RpcError) as ended:
                 list(call)

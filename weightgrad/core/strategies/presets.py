@@ -173,8 +173,8 @@ PRESETS = _by_name(
         flush="qsgd(bits=4)",
         flush_residual="local",
         nonlinear={
-            "aggregator": "sender_mean(silent=0.25)",
-            "controller": "auto(every=10, density=0.1, lag=0.25, least=0.01, at_most=60, values='codebook(bits=2)')",
+            "aggregator": "sender_mean",
+            "controller": "auto(every=10, density=0.1, least=0.01, at_most=60, values='codebook(bits=2)')",
             "up": "ef(topk(0.1) > codebook(bits=2))",
             "down": "ef(topk(0.2) > codebook(bits=2))",
             "resume": "global_model_and_residual",
