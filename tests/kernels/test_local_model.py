@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -66,6 +67,50 @@ def test_one_pass_gives_the_floats_of_many(pushes: str, left: bool, backend: str
             assert torch.equal(joined(parts), reference)
 
 
+@pytest.mark.parametrize("share", [0.3, 0.0])
+@pytest.mark.parametrize("pushes", list(SPECS))
+def test_a_push_in_one_pass_gives_the_floats_of_many(pushes: str, share: float) -> None:
+    local, weights, residual = normal(N, 1), normal(N, 2), normal(N, 3)
+    shared = residual if share else None
+    before = [push(*spec, seed)[1] for seed, spec in enumerate(SPECS[pushes], 10)]
+    after = [replace(one, share=0.4) for one in before]
+    sent = push("topk(0.02) > sign()", 0, N, 30)[1]
+    for forced in ("native", "portable", "reference"):
+        with native.use(forced):
+            fresh = torch.empty(N)
+            assert local_model.distance(parts_of(local), weights, shared, share, before, fresh)
+            kept, parts = residual.clone(), parts_of(local)
+            assert local_model.take_update(parts, weights, kept, share, before, None) == N
+            assert torch.equal(kept, residual + fresh)
+            assert torch.equal(joined(parts), local)
+            kept = residual.clone()
+            assert local_model.take_update(parts, weights, kept, share, before, after) == N
+            assert torch.equal(kept, residual + fresh)
+            wanted = parts_of(local)
+            assert local_model.place(wanted, weights, kept if share else None, share, after)
+            assert torch.equal(joined(parts), joined(wanted))
+            assert sent.add(kept)  # what leaves changes the residual at its entries only
+            assert local_model.place_entries(parts, weights, kept if share else None, share, [*after, sent])
+            assert local_model.place(wanted, weights, kept if share else None, share, [*after, sent])
+            assert torch.equal(joined(parts), joined(wanted))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_update_that_is_not_finite_stops_before_it(bad: float) -> None:
+    weights = normal(N, 2)
+    for forced in ("native", "portable", "reference"):
+        with native.use(forced):
+            local, residual = normal(N, 1), normal(N, 3)
+            local[7500] = bad
+            parts, kept = parts_of(local), residual.clone()
+            done = local_model.take_update(parts, weights, kept, 0.0, [], [])
+            assert done is not None
+            assert done <= 7500 < done + local_model.STRETCH
+            assert torch.equal(kept[:done], residual[:done] + (local - weights)[:done])
+            assert torch.equal(kept[done:], residual[done:])
+            assert torch.equal(joined(parts)[done:].nan_to_num(), local[done:].nan_to_num())
+
+
 def test_more_pushes_than_the_kernel_takes() -> None:
     weights = normal(100, 1)
     added = [push("topk(0.5)", 0, 100, seed)[1] for seed in range(local_model.MOST_PUSHES + 3)]
@@ -85,6 +130,11 @@ def test_bad_indices_write_nothing(backend: str) -> None:
     before = joined(parts)
     with native.use(backend):
         assert not local_model.place(parts, weights, None, 0.0, [bad])
+        residual = normal(N, 4)
+        assert local_model.take_update(parts, weights, residual, 0.5, [bad], [good]) is None
+        assert local_model.take_update(parts, weights, residual, 0.5, [good], [bad]) is None
+        assert torch.equal(residual, normal(N, 4))
+        assert not local_model.place_entries(parts, weights, None, 0.0, [good, bad])
         assert torch.equal(joined(parts), before)
         with pytest.raises(DecodeError, match="ascending indices"):
             check_streams(False, [bad])

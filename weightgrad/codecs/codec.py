@@ -126,6 +126,22 @@ class Codec(ABC):
         decode_into(payload, residual, -1)
         return dataclasses.replace(payload, dtype=x.dtype), state
 
+    def encode_residual(
+        self, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
+    ) -> tuple[Payload, State]:
+        """Encode a residual that has the update already; leave in it what the payload does not say.
+
+        Args:
+            residual: Contiguous float32 in the shape of the tensor.
+            state: As for `encode`.
+            key: As for `encode`.
+            out: As for `encode`.
+
+        Returns:
+            The payload, and the state for the next call: those of `encode_feedback` with a tensor of zeros.
+        """
+        return self.encode_feedback(torch.zeros_like(residual), residual.view(-1), state, key, out=out)
+
     def __str__(self) -> str:
         return f"{self.spec_name}({', '.join(self._arguments())})"
 

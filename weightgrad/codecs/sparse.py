@@ -185,10 +185,21 @@ class Selector(Stage):
         self, x: Tensor, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
     ) -> tuple[Payload, State]:
         """Encode in one scan, which adds x to the residual; what is sent leaves it."""
-        carried = Carried(flat32(x), residual)
+        return self._encode_carried(Carried(flat32(x), residual), x, state, key, out)
+
+    def encode_residual(
+        self, residual: Tensor, state: State, key: int, *, out: Tensor | None = None
+    ) -> tuple[Payload, State]:
+        """See Codec.encode_residual; the scan reads the residual alone."""
+        return self._encode_carried(Carried(None, residual.view(-1)), residual, state, key, out)
+
+    def _encode_carried(
+        self, carried: Carried, like: Tensor, state: State, key: int, out: Tensor | None
+    ) -> tuple[Payload, State]:
+        residual = carried.residual
         chosen, state = self._choose(carried, state, key)
         try:
-            payload, inner = pack_entries(chosen.indices, chosen.values, x, self.then, key, out)
+            payload, inner = pack_entries(chosen.indices, chosen.values, like, self.then, key, out)
         except EncodeError:  # the codec of the values refuses one: nothing was sent
             select.scatter(chosen.indices, chosen.values, residual)
             carried.roll_back(residual.numel())

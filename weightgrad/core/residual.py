@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weightgrad.codecs import Codec, ErrorFeedback, Fp32, Payload, State, pack_entries
 from weightgrad.codecs.registry import decode_into
+from weightgrad.codecs.sparse import Selector as EntrySelector
 from weightgrad.core.local_model import Scratch, scatter
 from weightgrad.core.parts.selectors import Entries, Selector, View
 from weightgrad.core.pieces import Piece
@@ -70,6 +71,16 @@ class Residual:
         own += update
         scatter(self.whole(), self.held, piece.intervals, own)
 
+    def leaves_by_entries(self, selector: Selector, codec: Codec | None) -> bool:
+        """Whether what leaves a piece changes the residual only at the entries that are sent.
+
+        Args:
+            selector: chooses what leaves.
+            codec: as for `take`.
+        """
+        codec = self._codec if codec is None else _without_error_feedback(codec)
+        return self._keep_loss and not selector.needs_residual and isinstance(codec, EntrySelector)
+
     def hold_back(self, piece: Piece, share: float) -> Tensor | None:
         """Take a share of a piece out of the residual, for the caller to put back; None if there is nothing."""
         if not share or self.vector is None:
@@ -81,13 +92,20 @@ class Residual:
         return held
 
     def take(
-        self, piece: Piece, fresh: Tensor, selector: Selector, look: Look, *, count: int, codec: Codec | None = None
+        self,
+        piece: Piece,
+        fresh: Tensor | None,
+        selector: Selector,
+        look: Look,
+        *,
+        count: int,
+        codec: Codec | None = None,
     ) -> Segment | None:
         """Put the fresh update of a piece into the residual, and encode what the selector takes out.
 
         Args:
             piece: the elements.
-            fresh: the update made since the last call; flat, and overwritten.
+            fresh: the update made since the last call, flat, and overwritten; None: the residual has it already.
             selector: chooses what leaves.
             look: gives the selector what it may look at.
             count: a number that makes the key of the random stream unique, such as the round's.
@@ -104,7 +122,8 @@ class Residual:
         if not selector.needs_residual:
             return Segment.at(piece.intervals, self._encode(piece, fresh, key, codec))
         own = self._gather(piece.intervals)
-        own += fresh
+        if fresh is not None:
+            own += fresh
         chosen = selector.choose(look(piece, own))
         found: Segment | None = None
         if isinstance(chosen, Entries):
@@ -119,15 +138,17 @@ class Residual:
         """Encode residual + fresh update; None says that the residual has it already."""
         codec = self._codec if replacement is None else _without_error_feedback(replacement)
         known, state = (None, {}) if replacement is not None else self._states.pop(piece.start, (None, {}))
-        x = torch.zeros(piece.numel, device=self._scratch.device, dtype=torch.float32) if fresh is None else fresh
-        x = x.view(piece.shape)
+        x = (self._gather(piece.intervals) if fresh is None else fresh).view(piece.shape)
         if known != piece:
             state = codec.init(x)
-        if self.vector is None and (isinstance(codec, Fp32) or not self._keep_loss):
+        if fresh is not None and self.vector is None and (isinstance(codec, Fp32) or not self._keep_loss):
             payload, state = codec.encode(x, state, key)  # nothing stays behind
         else:
             own = self._gather(piece.intervals)
-            payload, state = codec.encode_feedback(x, own, state, key)
+            if fresh is None:
+                payload, state = codec.encode_residual(own.view(piece.shape), state, key)
+            else:
+                payload, state = codec.encode_feedback(x, own, state, key)
             if not self._keep_loss:
                 self._discard(own)
             scatter(self.whole(), self.held, piece.intervals, own)

@@ -143,6 +143,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "wg_reference": (None, (_POINTER, _POINTER, _FLOAT, _SIZE, _POINTER)),
     "wg_distance": (None, (_POINTER, _POINTER, _POINTER, _FLOAT, _SIZE, _POINTER)),
     "wg_local_model": (_INT, (_POINTER, _POINTER, _FLOAT, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER)),
+    "wg_take_update": (
+        _INT,
+        (_POINTER, _POINTER, _INT, _FLOAT, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER),
+    ),
+    "wg_place_entries": (_INT, (_POINTER, _POINTER, _FLOAT, _POINTER, _SIZE, _POINTER, _SIZE)),
     "wg_nesterov": (None, (_POINTER, _FLOAT, _POINTER, _FLOAT, _FLOAT, _SIZE)),
     "wg_lowrank": (None, (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER)),
     "wg_largest": (ctypes.c_uint32, (_POINTER, _SIZE)),

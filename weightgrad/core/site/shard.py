@@ -183,10 +183,11 @@ class SiteShard(ABC):
         """The segments of a push, with their bytes where the vectors are."""
         flush = codec if order.final else None
         for piece in chosen:
-            fresh = self._fresh(piece, gradient)
-            if order.final and flush is None:
+            in_residual = self._taken_at_once(order, piece, selector, codec)
+            fresh = None if in_residual else self._fresh(piece, gradient)
+            if order.final and flush is None and fresh is not None:
                 self.residual.put(piece, fresh)
-            elif not order.final or self._anything(piece, fresh):
+            elif not order.final or fresh is None or self._anything(piece, fresh):
                 share = self.plan.resume.residual_share if order.final and self.plan.flush_local else 1.0
                 rest = self.residual.hold_back(piece, 1 - share)
                 segment = self.residual.take(piece, fresh, selector, self._view(order), count=order.round, codec=codec)
@@ -240,6 +241,11 @@ class SiteShard(ABC):
             )
 
         return look
+
+    def _taken_at_once(self, order: PushOrder, piece: Piece, selector: Selector, codec: Codec | None) -> bool:
+        """Put what was made since the last push into the residual, if one pass can do that and what comes with it."""
+        del order, piece, selector, codec
+        return False
 
     @abstractmethod
     def _fresh(self, piece: Piece, gradient: LocalModel | None) -> Tensor:

@@ -16,12 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from weightgrad.codecs import Codec
+from weightgrad.codecs.codec import not_finite
 from weightgrad.codecs.sparse_entries import check_streams
 from weightgrad.core import pieces
 from weightgrad.core.global_model import WEIGHTS, check_complete
 from weightgrad.core.layout import Layout
 from weightgrad.core.local_model import LocalModel, add_into, gather, scatter
 from weightgrad.core.parts.aggregators import relayed_shares
+from weightgrad.core.parts.selectors import Selector
 from weightgrad.core.pieces import Piece
 from weightgrad.core.segment_index import SegmentIndex
 from weightgrad.core.site.local_changes import LocalChanges
@@ -32,6 +35,8 @@ from weightgrad.kernels import dense, fixed, local_model
 from weightgrad.kernels.local_model import AddedEntries
 from weightgrad.wire.intervals import Intervals
 from weightgrad.wire.messages import RoundResult, Segment
+
+_MANY = 30  # entries that are closer than so many elements share cache lines
 
 
 class UpdateShard(SiteShard):
@@ -177,14 +182,59 @@ class UpdateShard(SiteShard):
         check_streams(local_model.place(views, *where), entries)
         return True
 
+    def _taken_at_once(self, order: PushOrder, piece: Piece, selector: Selector, codec: Codec | None) -> bool:
+        """Put the fresh update into the residual, and the local model where only the entries of the push will move it.
+
+        Raises:
+            NonFiniteError: the update has a NaN or an Inf; what lies before it is in the residual.
+        """
+        self._placed.discard(piece)  # of a push that failed
+        residual, own = self.residual.vector, self.held.slice_of(piece.intervals)
+        if order.final or self._apart or self.anchor is not None or residual is None or own is None:
+            return False
+        views, in_flight = self._reads.views(piece.intervals), self._in_flight_in(piece.intervals)
+        before = None if views is None else self._entries(piece, in_flight, self._in_flight_share)
+        if views is None or before is None:
+            return False
+        after = None
+        if order.places and self.residual.leaves_by_entries(selector, codec):
+            same = order.in_flight_share == self._in_flight_share
+            after = before if same else self._entries(piece, in_flight, order.in_flight_share)
+        share = self.plan.resume.residual_share
+        done = local_model.take_update(views, self._weights(piece.intervals), residual[own], share, before, after)
+        check_streams(done is not None, before)
+        if done != piece.numel:
+            raise not_finite(self._fresh(piece, None))
+        if after is not None:
+            self._placed.add(piece)
+            self.changes.end()
+        return True
+
     def _taken(self, order: PushOrder, piece: Piece, segment: Segment | None) -> None:
         """Place a piece while it is in the cache: nothing that is encoded later looks at it."""
-        self._placed.discard(piece)  # of a push that failed
-        if order.places and not self._apart:
-            in_flight = [*self._in_flight_in(piece.intervals), *(() if segment is None else (segment,))]
-            if self._place_at_once(piece, in_flight, order.in_flight_share):
-                self._placed.add(piece)
-                self.changes.end()
+        if not order.places or self._apart:
+            return
+        in_flight = [*self._in_flight_in(piece.intervals), *(() if segment is None else (segment,))]
+        if piece in self._placed:
+            if segment is not None:
+                self._place_entries(piece, in_flight, order.in_flight_share)
+        elif self._place_at_once(piece, in_flight, order.in_flight_share):
+            self._placed.add(piece)
+            self.changes.end()
+
+    def _place_entries(self, piece: Piece, in_flight: Sequence[Segment], share: float) -> None:
+        """Put the local model at the reference where the entries of the last segment are; it is there elsewhere."""
+        entries = self._entries(piece, in_flight, share)
+        if entries is None:  # there are more than one pass can add
+            self._placed.discard(piece)
+            return
+        views = self.local.views(piece.intervals)
+        assert views is not None
+        if _MANY * entries[-1].streams.count > piece.numel:  # a pass over everything is faster
+            self._place_at_once(piece, in_flight, share)
+            return
+        where = self._weights(piece.intervals), *self._residual_share(piece.intervals), entries
+        check_streams(local_model.place_entries(views, *where), entries)
 
     # -- rounds --------------------------------------------------------------------------------
 

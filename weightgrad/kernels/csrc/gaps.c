@@ -191,14 +191,17 @@ static void next_run(wg_entry_cursor *c) {
     read_wide(&c->gaps, m, c->indices);
 }
 
+int wg_entry_cursor_more(wg_entry_cursor *c) {
+    if (c->next < c->have) return 1;
+    if (c->gaps.at == c->gaps.k) return 0;
+    next_run(c);
+    return 1;
+}
+
 void wg_entry_cursor_add(wg_entry_cursor *c, uint64_t end, float *out) {
     const int64_t below = (int64_t)end - (int64_t)c->entries->first;
     float *own = out + c->entries->first;
-    for (;;) {
-        if (c->next == c->have) {
-            if (c->gaps.at == c->gaps.k) return;
-            next_run(c);
-        }
+    while (wg_entry_cursor_more(c)) {
         uint64_t i = c->next;
         for (; i < c->have && c->indices[i] < below; i++) own[c->indices[i]] += c->values[i];
         c->next = i;

@@ -13,4 +13,8 @@ void wg_distance_avx2(const float *local, const float *weights, const float *res
 }
 
 void wg_difference_avx2(const float *local, uint64_t n, float *out) { difference_loop(local, n, out); }
+
+uint32_t wg_advance_avx2(const float *local, const float *residual, uint64_t n, float *out) {
+    return advance_loop(local, residual, n, out);
+}
 #endif

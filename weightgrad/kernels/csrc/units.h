@@ -114,11 +114,14 @@ int wg_entries_good(const wg_entries *e);
 void wg_entry_cursor_begin(wg_entry_cursor *c, const wg_entries *e);
 /* Adds what lies below `end` and has not been added; `out` is where element 0 would be. */
 void wg_entry_cursor_add(wg_entry_cursor *c, uint64_t end, float *out);
+/* Reads a run if the last one is used up; returns 0 at the end, otherwise entry `next` of the run has not been used. */
+int wg_entry_cursor_more(wg_entry_cursor *c);
 
 /* reference */
 void wg_reference_avx2(const float *weights, const float *residual, float share, uint64_t n, float *out);
 void wg_distance_avx2(const float *local, const float *weights, const float *residual, float share, uint64_t n, float *out);
 void wg_difference_avx2(const float *local, uint64_t n, float *out);
+uint32_t wg_advance_avx2(const float *local, const float *residual, uint64_t n, float *out);
 
 /* columns */
 typedef struct {
