@@ -64,10 +64,16 @@ class Gauge:
 
 
 def make_model(numel: int, ranks: int, *, sharded: bool) -> nn.Module:
-    """Linear layers with about so many weights; sharded over the ranks if that is wanted."""
+    """Linear layers with about so many weights; sharded over the ranks if that is wanted.
+
+    The weights keep the size of what they are given. With PyTorch's own first weights it would shrink from layer to
+    layer, gradients would round to no update at all, and there would be next to nothing to push.
+    """
     width = math.isqrt(numel // LAYERS)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+    for layer in model:
+        nn.init.normal_(layer.weight, std=width**-0.5)
     if sharded:
         mesh = init_device_mesh("cpu", (ranks,))
         for layer in model:

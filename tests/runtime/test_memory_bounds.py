@@ -50,6 +50,8 @@ def test_a_site_keeps_two_and_a_half_models_and_the_server_three(strategy: str, 
     assert site.peak <= 3 * model, show(found)
     assert server.kept <= 3 * model, show(found)
     assert server.peak <= 3.5 * model + found.push * len(found.sites), show(found)
+    full = {"auto": 0.01, "weightgrad": 0.03, "diloco": 4.0}[strategy]  # bytes a parameter in the mean of all pushes
+    assert found.push >= full * found.parameters, show(found)
 
 
 def test_what_adam_on_shared_gradients_takes() -> None:
