@@ -109,7 +109,8 @@ def plan(
 ) -> None:
     """Predict time, memory, bytes and dollars of a run, without training, and say which strategy to take."""
     if (recipe is None) == (model is None):
-        raise PlanError("wanted a recipe, or --model with --sites and --link")
+        both = "" if recipe is None else f"a recipe ({recipe}) and --model {model} were given; "
+        raise PlanError(f"{both}wanted a recipe, or --model with --sites and --link")
     _refuse_others(context, recipe_given=recipe is not None)
     known = devices.load(device_file)
     if recipe is not None:
@@ -139,6 +140,7 @@ def plan(
             source.scenario,
             source.cost,
             wanted,
+            times=source.times,
             devices=source.devices,
             prices=prices.read(price_file, price or (), places=places),
             samples=source.samples(samples, tokens),

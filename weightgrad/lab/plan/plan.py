@@ -19,6 +19,7 @@ from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.prediction import Prediction, crossover_bit_s, predict
 from weightgrad.lab.plan.prices import Prices
 from weightgrad.lab.plan.scenario import Scenario
+from weightgrad.lab.plan.step_times import StepTimes
 from weightgrad.lab.sim.plan import SiteSpec
 from weightgrad.lab.sim.task import Task
 from weightgrad.units import show_bytes, show_seconds
@@ -81,6 +82,7 @@ class Plan:
     Attributes:
         scenario: what was planned.
         cost: of one worker's step; None where the model's inputs are not known.
+        times: of a worker's step, by the name of a site.
         devices: of each site, by name, where it is known.
         samples: how many samples the run is to see.
         strategies: every strategy, by name.
@@ -90,22 +92,22 @@ class Plan:
 
     scenario: Scenario
     cost: ModelCost
+    times: Mapping[str, StepTimes]
     devices: Mapping[str, Device]
     samples: int
     strategies: Mapping[str, StrategyPlan]
     decision: Decision
     measured: bool = False
 
-    def shards(self, site: SiteSpec) -> int:
-        """Shards of the model at a site."""
-        return site.workers if site.sharded else 1
-
     @property
-    def machines(self) -> list[tuple[str, Device, int]]:
-        """The kinds of workers: a site that has such, its device, and the shards of the model there."""
-        known = [site for site in self.scenario.sites if site.name in self.devices]
-        found = {(id(self.devices[site.name]), self.shards(site)): site for site in reversed(known)}
-        return [(site.name, self.devices[site.name], self.shards(site)) for site in reversed(found.values())]
+    def kinds(self) -> list[tuple[str, StepTimes]]:
+        """The kinds of workers: a site that has such, and how long its steps take."""
+        found: list[tuple[str, StepTimes]] = []
+        for site in self.scenario.sites:
+            own = self.times[site.name]
+            if all(own != other for _, other in found):
+                found.append((site.name, own))
+        return found
 
     @property
     def alike(self) -> list[tuple[str, SiteSpec]]:
@@ -168,17 +170,14 @@ class Plan:
             },
             "step": {
                 "flops": {phase: self.cost.work(phase).flops for phase in PHASES},
-                "seconds": {
-                    site.name: self.cost.seconds(self.devices[site.name], self.shards(site))
-                    for site in scenario.sites
-                    if site.name in self.devices
-                },
+                "seconds": {name: dict(own.phases) for name, own in self.times.items()},
                 "layers": [
                     {
                         "name": layer.name,
                         "parameters": layer.parameters,
                         "flops": {phase: work.flops for phase, work in layer.work.items()},
                         "bytes": {phase: work.nbytes for phase, work in layer.work.items()},
+                        "seconds": {name: own.of_layer(self.cost, layer) for name, own in self.times.items()},
                     }
                     for layer in self.cost.layers
                 ],
@@ -209,6 +208,7 @@ def _strategy_dict(own: StrategyPlan) -> dict[str, Any]:
         "wan_bytes_range": own.data_range.wan_bytes if own.data_range else None,
         "seconds_range": own.data_range.seconds if own.data_range else None,
         "schedule": found.schedule,
+        "lost": found.lost,
         "links": [{**asdict(link), "hidden": link.hidden} for link in found.links],
         "workers": [asdict(memory) for memory in own.memory],
         "server": {"kept_bytes": own.server_kept, "peak_bytes": own.server_peak},
@@ -220,6 +220,7 @@ def make_plan(
     cost: ModelCost,
     strategies: Sequence[tuple[str, Strategy]],
     *,
+    times: Mapping[str, StepTimes],
     devices: Mapping[str, Device],
     prices: Prices,
     samples: int | None = None,
@@ -232,6 +233,7 @@ def make_plan(
         scenario: what is planned.
         cost: of one worker's step.
         strategies: labels and strategies.
+        times: of a worker's step, by the name of a site.
         devices: what the sites compute on, by the name of the site, where it is known.
         prices: of traffic.
         samples: what the time is asked for; None: those of the whole run.
@@ -275,7 +277,7 @@ def make_plan(
     own = planned.get("auto") or next(iter(planned.values()))
     with _years("auto"):
         decision = auto_decision(scenario, own.prediction.compute_seconds)
-    return Plan(scenario, cost, devices, wanted, planned, decision, measured=task is not None)
+    return Plan(scenario, cost, times, devices, wanted, planned, decision, measured=task is not None)
 
 
 @contextmanager
