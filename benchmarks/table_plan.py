@@ -23,6 +23,7 @@ from rich.console import Console
 
 from weightgrad import event_log
 from weightgrad.core import strategies
+from weightgrad.lab.plan import process_cost
 from weightgrad.lab.plan.data_range import DataRange, range_of
 from weightgrad.lab.plan.prediction import Prediction, predict
 from weightgrad.lab.plan.scenario import of_recipe
@@ -166,12 +167,17 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(strategies.PRESETS))
     parser.add_argument("--world", choices=("simulator", "emulator"), default="simulator")
     parser.add_argument("--kind", default="auto", help="of the emulator's network, as `weightgrad emulate` takes it")
+    parser.add_argument(
+        "--processes", action="store_true", help="count what the processes cost on this machine, as `weightgrad plan`"
+    )
     parser.add_argument("--without-measure", action="store_true", help="leave the real first steps out: large models")
     options = parser.parse_args()
     recipe = Recipe.load(options.recipe)
     recipe = recipe.with_settings([f"training.steps={options.steps}", f"training.evaluate_every={10**6}"])
     recipe = recipe.with_settings(options.settings)
     console = Console(soft_wrap=True, highlight=False, markup=False)
+    if options.processes:
+        recipe = process_cost.measured(recipe, console.print, kind=options.kind)
     console.print(HEAD.format(world=options.world))
     missed: list[str] = []
     doubted: list[str] = []

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from weightgrad.errors import PlanError
 from weightgrad.lab.cli import recipe_argument
-from weightgrad.lab.plan import devices, plan_page, plan_table, prices, sources
+from weightgrad.lab.plan import devices, plan_page, plan_table, prices, process_cost, sources
 from weightgrad.lab.plan.plan import make_plan
 
 _OF_MODEL = {
@@ -31,6 +31,8 @@ _OF_MODEL = {
 def _refuse_others(context: typer.Context, *, recipe_given: bool) -> None:
     """Refuse options that would have no effect."""
     given = [name for name in context.params if _is_written(context, name)]
+    if not recipe_given and "processes" in given:
+        raise PlanError("--processes starts the processes of a recipe, and there is none; wanted a recipe")
     if not recipe_given and "settings" in given:
         raise PlanError("--set changes a recipe, and there is none; --batch, --steps and --optimizer go with --model")
     for name in given if recipe_given else ():
@@ -99,6 +101,13 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Time a few real steps on this machine, and play real gradients through.")
     ] = False,
+    processes: Annotated[
+        bool,
+        typer.Option(
+            "--processes",
+            help="With a recipe: emulate it for a moment over fast links, and count what its processes cost here.",
+        ),
+    ] = False,
     price: Annotated[
         list[str] | None, typer.Option(help="Dollars for 10^9 bytes: 0.02 for all, or tokyo=0.114; may be repeated.")
     ] = None,
@@ -115,6 +124,8 @@ def plan(
     known = devices.load(device_file)
     if recipe is not None:
         chosen = recipe_argument.load(recipe, settings)
+        if processes:
+            chosen = process_cost.measured(chosen, lambda line: Console(stderr=True).print(line, soft_wrap=True))
         source = sources.of_recipe(chosen, measure=measure, checkpointing=checkpointing)
     else:
         assert model is not None
