@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -146,11 +146,16 @@ def _after_last_step(path: Path) -> float:
     return times["site"] - times["step"]
 
 
-def compare(recipe: Recipe, choice: Choice, world: str, *, measure: bool = True, kind: str = "auto") -> Comparison:
+def compare(
+    recipe: Recipe, choice: Choice, world: str, *, measure: bool = True, kind: str = "auto", processes: bool = False
+) -> Comparison:
     """Plan a strategy, and run it."""
     own = recipe.with_settings([choice.setting])
     task = Training(own)
     scenario, strategy = of_recipe(own, task.layout, {}), chosen_strategy(own)
+    if processes:
+        cost = process_cost.overheads([(choice.label, own)], lambda line: print(line, file=sys.stderr), kind=kind)
+        scenario = replace(scenario, step_overhead=cost[choice.label])
     planned = predict(scenario, strategy)
     within = range_of(scenario, strategy, planned)
     measured = predict(scenario, strategy, task=task) if measure else None
@@ -176,13 +181,18 @@ def main() -> None:
     recipe = recipe.with_settings([f"training.steps={options.steps}", f"training.evaluate_every={10**6}"])
     recipe = recipe.with_settings(options.settings)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    if options.processes:
-        recipe = process_cost.measured(recipe, console.print, kind=options.kind)
     console.print(HEAD.format(world=options.world))
     missed: list[str] = []
     doubted: list[str] = []
     for choice in parse_choices(options.strategies):
-        found = compare(recipe, choice, options.world, measure=not options.without_measure, kind=options.kind)
+        found = compare(
+            recipe,
+            choice,
+            options.world,
+            measure=not options.without_measure,
+            kind=options.kind,
+            processes=options.processes,
+        )
         console.print(found.row())
         sys.stdout.flush()
         missed += [f"- {found.name}: {', '.join(found.misses())}"] if found.misses() else []

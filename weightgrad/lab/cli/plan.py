@@ -105,7 +105,7 @@ def plan(
         bool,
         typer.Option(
             "--processes",
-            help="With a recipe: emulate it for a moment over fast links, and count what its processes cost here.",
+            help="With a recipe: emulate it for a moment with each strategy, and count what processes cost here.",
         ),
     ] = False,
     price: Annotated[
@@ -124,8 +124,6 @@ def plan(
     known = devices.load(device_file)
     if recipe is not None:
         chosen = recipe_argument.load(recipe, settings)
-        if processes:
-            chosen = process_cost.measured(chosen, lambda line: Console(stderr=True).print(line, soft_wrap=True))
         source = sources.of_recipe(chosen, measure=measure, checkpointing=checkpointing)
     else:
         assert model is not None
@@ -144,6 +142,10 @@ def plan(
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # what the model prints
             source = sources.of_model(given, known, measure=measure)
     console = Console(highlight=False, stderr=as_json)
+    overheads = None
+    if processes and source.recipe is not None:
+        recipes = sources.recipes_of(strategies, source.recipe)
+        overheads = process_cost.overheads(recipes, lambda line: console.print(line, markup=False, soft_wrap=True))
     places = [source.scenario.server, *(site.name for site in source.scenario.sites)]
     wanted = sources.strategies_of(strategies, source)
     with console.status("") as status:
@@ -156,6 +158,7 @@ def plan(
             prices=prices.read(price_file, price or (), places=places),
             samples=source.samples(samples, tokens),
             task=source.task,
+            overheads=overheads,
             watch=lambda name: status.update(f"playing {name} through"),
         )
     if as_json:

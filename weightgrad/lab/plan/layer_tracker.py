@@ -25,8 +25,8 @@ class LayerTracker:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = {id(part): name for name, part in module.named_modules()}
-        self._owners = {
+        self._names: dict[int, str] = {id(part): name for name, part in module.named_modules()}
+        self._owners: dict[int, str] = {
             id(parameter): name for name, part in module.named_modules() for parameter in part.parameters(recurse=False)
         }
         self._called: list[str] = []
@@ -54,7 +54,7 @@ class LayerTracker:
         parameter = getattr(node, "variable", None)  # of the node that adds up a parameter's gradient
         if parameter is not None:
             return self._owners.get(id(parameter), "")
-        place = bisect_right(self._numbers, node._sequence_nr()) - 1
+        place: int = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._turns[place] if place >= 0 else ""
 
     def _begins(self, module: nn.Module, inputs: Any) -> None:

@@ -225,6 +225,7 @@ def make_plan(
     prices: Prices,
     samples: int | None = None,
     task: Task | None = None,
+    overheads: Mapping[str, float] | None = None,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Plan some strategies.
@@ -238,6 +239,8 @@ def make_plan(
         prices: of traffic.
         samples: what the time is asked for; None: those of the whole run.
         task: a real task to play through instead of a stand-in.
+        overheads: seconds of a step besides compute, codecs and networks, by the label of a strategy; None: those of
+            the scenario.
         watch: called with the label of each strategy before its turn.
 
     Raises:
@@ -247,8 +250,9 @@ def make_plan(
     planned = {}
     for label, strategy in strategies:
         watch(label)
+        own = replace(scenario, step_overhead=(overheads or {}).get(label, scenario.step_overhead))
         with _years(label):
-            found = predict(scenario, strategy, task=task)
+            found = predict(own, strategy, task=task)
         kept, peak = server_bytes(scenario, found.strategy, found)
         memory = tuple(worker_memory(scenario, cost, found, site, devices.get(site.name)) for site in scenario.sites)
         up = {link.site: link for link in found.links}
@@ -272,11 +276,11 @@ def make_plan(
             crossover_bit_s=crossover_bit_s(scenario, found.strategy, found),
             samples_seconds=share * found.seconds + rest * found.step_seconds,
             by_data=task is None and depends_on_data(found.strategy),
-            data_range=range_of(scenario, strategy, found) if task is None else None,
+            data_range=range_of(own, strategy, found) if task is None else None,
         )
-    own = planned.get("auto") or next(iter(planned.values()))
+    first = planned.get("auto") or next(iter(planned.values()))
     with _years("auto"):
-        decision = auto_decision(scenario, own.prediction.compute_seconds)
+        decision = auto_decision(scenario, first.prediction.compute_seconds)
     return Plan(scenario, cost, times, devices, wanted, planned, decision, measured=task is not None)
 
 

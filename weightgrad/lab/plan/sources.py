@@ -32,7 +32,7 @@ from weightgrad.lab.plan.scenario import Scenario, SiteGiven
 from weightgrad.lab.plan.step_times import StepTimes
 from weightgrad.lab.plan.trained_module import phase_seconds
 from weightgrad.lab.recipes.recipe import Recipe
-from weightgrad.lab.report.choices import parse_choices
+from weightgrad.lab.report.choices import Choice, parse_choices
 from weightgrad.lab.run.simulation import chosen_strategy, optimizer_options
 from weightgrad.lab.run.task import Training
 from weightgrad.lab.sim.compute import Compute
@@ -112,21 +112,30 @@ def strategies_of(text: str | None, source: Source) -> list[tuple[str, Strategy]
         PlanError: none is named.
         StrategyError: a strategy does not exist.
     """
-    if text == "all":
-        return [(name, presets.find(name)) for name in presets.available()]
-    if text is not None:
-        choices = parse_choices(text) if text.strip() else []
-        if not choices:
-            raise PlanError(f"--strategies {text!r}: no strategy; wanted names, e.g. baseline,diloco(every=50), or all")
-        if source.recipe is None:
-            return [(c.label, presets.find(c.name, dict(c.settings))) for c in choices]
-        own = source.recipe
-        return [(c.label, chosen_strategy(own.with_settings([c.setting]))) for c in choices]
-    found = {name: presets.find(name) for name in USUAL}
     if source.recipe is not None:
-        own_strategy = chosen_strategy(source.recipe)
-        found[own_strategy.name] = own_strategy
+        return [(label, chosen_strategy(own)) for label, own in recipes_of(text, source.recipe)]
+    return [(choice.label, presets.find(choice.name, dict(choice.settings))) for choice in _choices(text)]
+
+
+def recipes_of(text: str | None, recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """The recipe with each of the strategies to plan.
+
+    Raises:
+        PlanError: no strategy is named.
+        RecipeError: a strategy does not exist.
+    """
+    found = {choice.label: recipe.with_settings([choice.setting]) for choice in _choices(text)}
+    if text is None:
+        found[chosen_strategy(recipe).name] = recipe
     return list(found.items())
+
+
+def _choices(text: str | None) -> list[Choice]:
+    if text is None or text == "all":
+        text = ",".join(USUAL if text is None else presets.available())
+    if not text.strip():
+        raise PlanError(f"--strategies {text!r}: no strategy; wanted names, e.g. baseline,diloco(every=50), or all")
+    return parse_choices(text)
 
 
 def of_recipe(recipe: Recipe, *, measure: bool, checkpointing: bool = False) -> Source:

@@ -48,7 +48,9 @@ class StepTimes:
 def of_device(cost: ModelCost, name: str, device: Device, shards: int) -> StepTimes:
     """A step on a device of the table that optimizes one of so many shards."""
     found = cost.seconds(device)
-    return StepTimes({**found, "optimizer": found["optimizer"] / shards}, f"{name} of the table of devices", device, found)
+    return StepTimes(
+        {**found, "optimizer": found["optimizer"] / shards}, f"{name} of the table of devices", device, found
+    )
 
 
 def of_recipe(cost: ModelCost, seconds: float, source: str) -> StepTimes:

@@ -105,9 +105,7 @@ def ready(module: nn.Module, arguments: Any, dtype: torch.dtype | None, checkpoi
     return found
 
 
-def _timed(
-    module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], steps: int
-) -> dict[str, float]:
+def _timed(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], steps: int) -> dict[str, float]:
     stepper = optimizers.build(optimizer[0], [p for p in module.parameters() if p.requires_grad], optimizer[1])
     times = []
     for _ in range(steps + 1):
