@@ -329,7 +329,7 @@ def test_a_link_on_which_a_site_is_lost_is_told() -> None:
     options = ["--set", "links.0.bandwidth=1 bit/s", "--strategies", "baseline,baseline(t_global=null)"]
     done = CliRunner().invoke(app, ["plan", str(RECIPES / "laptop.yaml"), *options])
     assert done.exit_code == 0, done.output
-    assert "baseline: virginia would be lost, with pushes later than t_global (auto, 1 min at first)" in done.output
+    assert "baseline: virginia would be lost, with pushes later than t_global (auto, 60 s at first)" in done.output
     assert done.output.count("would be lost") == 1
 
 
