@@ -16,13 +16,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from weightgrad import event_log
 from weightgrad.core import strategies
+from weightgrad.lab.plan import process_cost
 from weightgrad.lab.plan.data_range import DataRange, range_of
 from weightgrad.lab.plan.prediction import Prediction, predict
 from weightgrad.lab.plan.scenario import of_recipe
@@ -145,11 +146,16 @@ def _after_last_step(path: Path) -> float:
     return times["site"] - times["step"]
 
 
-def compare(recipe: Recipe, choice: Choice, world: str, *, measure: bool = True, kind: str = "auto") -> Comparison:
+def compare(
+    recipe: Recipe, choice: Choice, world: str, *, measure: bool = True, kind: str = "auto", processes: bool = False
+) -> Comparison:
     """Plan a strategy, and run it."""
     own = recipe.with_settings([choice.setting])
     task = Training(own)
     scenario, strategy = of_recipe(own, task.layout, {}), chosen_strategy(own)
+    if processes:
+        cost = process_cost.overheads([(choice.label, own)], lambda line: print(line, file=sys.stderr), kind=kind)
+        scenario = replace(scenario, step_overhead=cost[choice.label])
     planned = predict(scenario, strategy)
     within = range_of(scenario, strategy, planned)
     measured = predict(scenario, strategy, task=task) if measure else None
@@ -166,6 +172,9 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(strategies.PRESETS))
     parser.add_argument("--world", choices=("simulator", "emulator"), default="simulator")
     parser.add_argument("--kind", default="auto", help="of the emulator's network, as `weightgrad emulate` takes it")
+    parser.add_argument(
+        "--processes", action="store_true", help="count what the processes cost on this machine, as `weightgrad plan`"
+    )
     parser.add_argument("--without-measure", action="store_true", help="leave the real first steps out: large models")
     options = parser.parse_args()
     recipe = Recipe.load(options.recipe)
@@ -176,7 +185,14 @@ def main() -> None:
     missed: list[str] = []
     doubted: list[str] = []
     for choice in parse_choices(options.strategies):
-        found = compare(recipe, choice, options.world, measure=not options.without_measure, kind=options.kind)
+        found = compare(
+            recipe,
+            choice,
+            options.world,
+            measure=not options.without_measure,
+            kind=options.kind,
+            processes=options.processes,
+        )
         console.print(found.row())
         sys.stdout.flush()
         missed += [f"- {found.name}: {', '.join(found.misses())}"] if found.misses() else []

@@ -42,3 +42,11 @@ def test_a_bandwidth_has_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["sites", "add", "north", "--bandwidth", "20", *SERVER])
     assert isinstance(done.exception, UnitError)
     assert "--bandwidth '20 Mbit/s'" in str(done.exception)
+
+
+@pytest.mark.parametrize("given", ["0", "0 Mbit/s"])
+def test_a_bandwidth_of_nothing_is_none(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, sites=[])
+    done = CliRunner().invoke(app, ["sites", "add", "north", "--bandwidth", given, *SERVER])
+    assert isinstance(done.exception, UnitError)
+    assert "wanted more than 0" in str(done.exception)

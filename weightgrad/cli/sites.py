@@ -41,9 +41,11 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Let a site take part that the recipe does not name; rounds wait for it once it has joined."""
+    bit_s = None if bandwidth is None else units.bit_s(bandwidth)
+    if bit_s == 0:
+        raise UnitError(f"--bandwidth {bandwidth}: wanted more than 0, e.g. '20 Mbit/s', or no --bandwidth")
     if bandwidth is not None and bandwidth.strip()[-1:].isdigit():
         raise UnitError(f"--bandwidth {bandwidth} has no unit; write e.g. --bandwidth '{bandwidth.strip()} Mbit/s'")
-    bit_s = None if bandwidth is None else units.bit_s(bandwidth)
     said = f"{name} may join, with a certificate: weightgrad certs add-site DIR {name}"
     _show(ask(server, credentials, insecure, "add", site=name, bit_s=bit_s), as_json, said)
 

@@ -194,7 +194,7 @@ def test_what_the_operator_does_is_told() -> None:
     view = run_view(found)
     assert view["status"] == "running"
     sites = {site["name"]: site for site in view["sites"]}
-    assert (sites["edge-1"]["aside"], sites["edge-2"]["removed"], sites["x"]["removed"]) == (False, True, False)
+    assert (sites["edge-1"]["aside"], sites["edge-2"]["removed"], sites["x"]["removed"]) == (False, "removed", "")
 
 
 def test_who_is_waited_for_and_how_long() -> None:
@@ -318,10 +318,11 @@ def test_a_site_that_comes_while_a_run_is_paused_does_not_end_the_pause() -> Non
     assert run_view(state(round_(0.5, 1, [["virginia", 1]]), pause, come))["status"] == "paused"
 
 
-def test_a_site_that_an_operator_has_removed_stays_removed() -> None:
+@pytest.mark.parametrize(("what", "how"), [("remove", "removed"), ("revoke", "revoked")])
+def test_a_site_that_an_operator_has_sent_away_stays_away(what: str, how: str) -> None:
     """As in a real log: its last push and its connection are told of afterwards."""
     both = [["virginia", 1], ["edge-1", 1]]
-    removed = ("", {"kind": "operator", "t": 2.0, "who": "ann", "what": "remove", "where": ["edge-1"]})
+    removed = ("", {"kind": "operator", "t": 2.0, "who": "ann", "what": what, "where": ["edge-1"]})
     after = [
         ("", {"kind": "connection", "t": 2.1, "site": "edge-1", "up": False}),
         ("", {"kind": "connection", "t": 2.2, "site": "edge-1", "up": True}),
@@ -330,9 +331,9 @@ def test_a_site_that_an_operator_has_removed_stays_removed() -> None:
     ]
     view = run_view(state(round_(1.0, 1, both), removed, *after))
     site = next(one for one in view["sites"] if one["name"] == "edge-1")
-    assert (site["removed"], site["connected"], site["cuts"], site["down_bytes"]) == (True, False, 0, 100)
+    assert (site["removed"], site["connected"], site["cuts"], site["down_bytes"]) == (how, False, 0, 100)
     assert [fault["kind"] for fault in view["faults"]] == ["operator"]
     again = ("", {"kind": "site_joined", "t": 4.0, "site": "edge-1", "version": 3})
     view = run_view(state(round_(1.0, 1, both), removed, *after, again))
     site = next(one for one in view["sites"] if one["name"] == "edge-1")
-    assert (site["removed"], site["connected"]) == (False, True)
+    assert (site["removed"], site["connected"]) == ("", True)

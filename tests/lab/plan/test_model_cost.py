@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from weightgrad.lab import models
 from weightgrad.lab.plan.devices import DEVICES
 from weightgrad.lab.plan.live_bytes import LiveBytes
 from weightgrad.lab.plan.model_cost import ModelCost, cost_of
-from weightgrad.lab.plan.trained_module import step_seconds
 
 SGD = ("sgd", {"lr": 0.1, "momentum": 0.9})
 ADAMW = ("adamw", {"lr": 0.1})
@@ -67,22 +64,6 @@ def test_checkpointing_holds_one_block_at_a_time() -> None:
 
     inputs = 8 * 4 * 2 * 64 * 64  # of eight blocks: two samples of 64 tokens
     assert many.peak_bytes - few.peak_bytes <= kept(many) - kept(few) + 1.1 * inputs
-
-
-def test_a_shard_is_optimized_in_its_share_of_the_time() -> None:
-    found, device = _gpt(64, 2), DEVICES["H100"]
-    whole, eighth = found.seconds(device), found.seconds(device, 8)
-    assert eighth["optimizer"] == pytest.approx(whole["optimizer"] / 8)
-    assert (eighth["forward"], eighth["backward"]) == (whole["forward"], whole["backward"])
-
-
-def test_a_real_step_is_timed_without_making_the_model() -> None:
-    class Slow(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            time.sleep(0.3)
-
-    assert 0 < step_seconds(Slow, SGD, inputs=lambda: torch.zeros(2, 4)) < 0.3
 
 
 def test_layers_add_up() -> None:

@@ -281,6 +281,7 @@ def test_what_a_model_prints_does_not_disturb_json() -> None:
         (["--dtype", "fp16"], "--dtype: 'fp16' is not a type of torch"),
         (["--strategies", ""], "no strategy; wanted names"),
         (["--input", "0x3x3"], "wanted the shape of a sample"),
+        (["--input", "64:quint8"], "wanted a type such as float32"),
         (["--sharding", "ddp"], "wanted none or fsdp2"),
         (["--page", "/proc/plan.html", "--strategies", "baseline"], "choose another file"),
         (["--set", "training.batch=7"], "--set changes a recipe, and there is none"),
@@ -307,6 +308,29 @@ def test_options_that_would_have_no_effect_are_refused(options: list[str], wante
     done = CliRunner().invoke(app, ["plan", str(RECIPES / "laptop.yaml"), *options])
     assert isinstance(done.exception, PlanError), done.output
     assert wanted in str(done.exception)
+
+
+def test_a_recipe_and_a_model_are_not_planned_together() -> None:
+    done = CliRunner().invoke(app, ["plan", "laptop", "--model", "my_script:build"])
+    assert isinstance(done.exception, PlanError)
+    assert "a recipe (laptop) and --model my_script:build were given" in str(done.exception)
+
+
+def test_the_time_of_a_recipe_is_shown_by_layer_and_phase() -> None:
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "laptop.yaml"), "--strategies", "baseline", "--json"])
+    found = json.loads(done.stdout)
+    seconds = found["step"]["seconds"]["virginia"]
+    assert sum(seconds.values()) == pytest.approx(found["sites"]["virginia"]["seconds_per_step"])
+    by_layer = [layer["seconds"]["virginia"] for layer in found["step"]["layers"]]
+    assert sum(own["backward"] for own in by_layer) == pytest.approx(seconds["backward"])
+
+
+def test_a_link_on_which_a_site_is_lost_is_told() -> None:
+    options = ["--set", "links.0.bandwidth=1 bit/s", "--strategies", "baseline,baseline(t_global=null)"]
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "laptop.yaml"), *options])
+    assert done.exit_code == 0, done.output
+    assert "baseline: virginia would be lost, with pushes later than t_global (auto, 60 s at first)" in done.output
+    assert done.output.count("would be lost") == 1
 
 
 def test_a_link_on_which_a_round_takes_years_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,15 @@ def test_warm_starts_are_played_through() -> None:
     assert steps_to_play(strategies.find("baseline")) < 100
 
 
+def test_a_site_that_a_run_would_lose_is_named_and_waited_for(scenario: Scenario) -> None:
+    slow = replace(scenario, links=(replace(scenario.links[0], bandwidth_bit_s=1e3), *scenario.links[1:]))
+    found = predict(slow, strategies.find("baseline"))
+    assert found.lost == ("virginia",)
+    push = 8 * 4 * slow.layout.numel / 1e3
+    assert found.step_seconds == pytest.approx(2 * push, rel=0.02)
+    assert predict(scenario, strategies.find("baseline")).lost == ()
+
+
 def test_nothing_encoded_has_no_crossover(scenario: Scenario) -> None:
     baseline, qsgd = strategies.find("baseline"), strategies.find("qsgd")
     assert crossover_bit_s(scenario, baseline, predict(scenario, baseline)) is None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 
 from weightgrad.errors import ProtocolError, RefusedError, SpecError
 from weightgrad.runtime.transport.lanes import LaneLimits, Lanes
 from weightgrad.runtime.transport.message_stream import MessageStream, Stream
-from weightgrad.runtime.transport.records import OVERHEAD_BYTES, Ack, Chunk, Hello, Record, to_bytes
+from weightgrad.runtime.transport.records import OVERHEAD_BYTES, Ack, Chunk, Hello, Record, parse, to_bytes
 
 from .harness import by_lane, is_control
 
@@ -102,6 +103,40 @@ def test_ending_forgets_both_lanes_or_keeps_what_is_whole() -> None:
         assert lanes.get(None) is None
         assert lanes.unacknowledged_bytes == lanes.open_streams == 0
         assert lanes.wait_sent(0.0)
+
+
+def test_a_thread_that_runs_first_leaves_chunks_to_the_other_streams() -> None:
+    """On a busy machine one thread may ask for several chunks before the others, which wait, run at all."""
+    session = MessageStream(max_message=1 << 20, max_buffered=1 << 21, stream_bytes=1 << 20)
+    streams = [session.open_stream() for _ in range(4)]
+    for stream in streams:
+        stream.handle_record(to_bytes(Hello(1 << 21, 0)))
+    taken: dict[int, list[Record]] = {stream.number: [] for stream in streams}
+
+    def take(stream: Stream) -> None:
+        for record in stream.records():
+            taken[stream.number].append(parse(record))
+
+    def end() -> None:
+        while session.outgoing.has_for(0):
+            time.sleep(0.01)
+        session.end()
+
+    first, others = streams[0], streams[1:]
+    threads = [threading.Thread(target=take, args=(stream,), daemon=True) for stream in others]
+    for thread in threads:
+        thread.start()
+    while not all(stream.waiting for stream in others):
+        time.sleep(0.01)
+    with session.lock:  # so no other thread runs until this one waits
+        session.put(bytes(60_000))
+        threads.append(threading.Thread(target=end, daemon=True))
+        threads[-1].start()
+        take(first)
+    for thread in threads:
+        thread.join()
+    kinds = [[type(record) for record in own] for own in taken.values()]
+    assert kinds == 4 * [[Hello, Chunk]]
 
 
 @pytest.mark.parametrize("first", [Ack(0), Chunk(1, 0, 1, b"x")])

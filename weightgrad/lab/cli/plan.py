@@ -13,7 +13,7 @@ from rich.console import Console
 
 from weightgrad.errors import PlanError
 from weightgrad.lab.cli import recipe_argument
-from weightgrad.lab.plan import devices, plan_page, plan_table, prices, sources
+from weightgrad.lab.plan import devices, plan_page, plan_table, prices, process_cost, sources
 from weightgrad.lab.plan.plan import make_plan
 
 _OF_MODEL = {
@@ -31,6 +31,8 @@ _OF_MODEL = {
 def _refuse_others(context: typer.Context, *, recipe_given: bool) -> None:
     """Refuse options that would have no effect."""
     given = [name for name in context.params if _is_written(context, name)]
+    if not recipe_given and "processes" in given:
+        raise PlanError("--processes starts the processes of a recipe, and there is none; wanted a recipe")
     if not recipe_given and "settings" in given:
         raise PlanError("--set changes a recipe, and there is none; --batch, --steps and --optimizer go with --model")
     for name in given if recipe_given else ():
@@ -99,6 +101,13 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Time a few real steps on this machine, and play real gradients through.")
     ] = False,
+    processes: Annotated[
+        bool,
+        typer.Option(
+            "--processes",
+            help="With a recipe: emulate it for a moment with each strategy, and count what processes cost here.",
+        ),
+    ] = False,
     price: Annotated[
         list[str] | None, typer.Option(help="Dollars for 10^9 bytes: 0.02 for all, or tokyo=0.114; may be repeated.")
     ] = None,
@@ -109,7 +118,8 @@ def plan(
 ) -> None:
     """Predict time, memory, bytes and dollars of a run, without training, and say which strategy to take."""
     if (recipe is None) == (model is None):
-        raise PlanError("wanted a recipe, or --model with --sites and --link")
+        both = "" if recipe is None else f"a recipe ({recipe}) and --model {model} were given; "
+        raise PlanError(f"{both}wanted a recipe, or --model with --sites and --link")
     _refuse_others(context, recipe_given=recipe is not None)
     known = devices.load(device_file)
     if recipe is not None:
@@ -132,6 +142,10 @@ def plan(
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # what the model prints
             source = sources.of_model(given, known, measure=measure)
     console = Console(highlight=False, stderr=as_json)
+    overheads = None
+    if processes and source.recipe is not None:
+        recipes = sources.recipes_of(strategies, source.recipe)
+        overheads = process_cost.overheads(recipes, lambda line: console.print(line, markup=False, soft_wrap=True))
     places = [source.scenario.server, *(site.name for site in source.scenario.sites)]
     wanted = sources.strategies_of(strategies, source)
     with console.status("") as status:
@@ -139,10 +153,12 @@ def plan(
             source.scenario,
             source.cost,
             wanted,
+            times=source.times,
             devices=source.devices,
             prices=prices.read(price_file, price or (), places=places),
             samples=source.samples(samples, tokens),
             task=source.task,
+            overheads=overheads,
             watch=lambda name: status.update(f"playing {name} through"),
         )
     if as_json:

@@ -109,7 +109,7 @@ function tree(d) {
     const [x, y] = places[i], down = lost(s), w = Math.min(cell - 12, 200);
     shape(svg, "rect", { x: x - w / 2, y: y - 26, width: w, height: 100, rx: 12, class: "node" + (down ? " bad" : "") });
     shape(svg, "text", { x, y: y - 8, "text-anchor": "middle" }, s.name);
-    const state = s.removed ? "removed" : s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
+    const state = s.removed ? s.removed : s.finished ? "finished" : s.cut && down ? `cut, step ${s.step}` : down ? "not connected" : `step ${s.step}`;
     shape(svg, "text", { x, y: y + 8, "text-anchor": "middle", class: down ? "soft bad" : "soft" }, state);
     shape(svg, "text", { x, y: y + 24, "text-anchor": "middle", class: "soft" }, `↑ ${rate(s.up_bit_s)}  ↓ ${rate(s.down_bit_s)}`);
     const known = s.delay_seconds === null || s.delay_seconds === undefined ? null : 2 * s.delay_seconds;
@@ -195,8 +195,8 @@ function sites(d) {
   const heads = ["site", "state", "step", "loss", "waiting, last minute", "waited", "last to come", "others waited for it", "up", "down", "exchange"];
   table("sites", heads, d.sites.map((s) => {
     const down = lost(s);
-    const state = element("td", s.removed ? "removed" : s.aside ? "set aside" : s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
-    return [s.name, state, String(s.step), number(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
+    const state = element("td", s.removed ? s.removed : s.aside ? "set aside" : s.finished ? "finished" : s.cut && down ? "cut" : down ? "not connected" : s.connected ? "connected" : "awaited", down ? "bad" : s.connected || s.finished ? "good" : "");
+    return [s.name, state, String(s.step), value(s.loss), percent(s.waiting_share), seconds(s.waiting_seconds),
       s.rounds && s.last_of !== null ? `${s.last_of} of ${s.rounds}` : "–", seconds(s.margin_seconds), bytes(s.up_bytes), bytes(s.down_bytes), seconds(s.exchange_seconds)];
   }));
 }
@@ -204,13 +204,13 @@ function sites(d) {
 const away = (d) => d.rounds && !d.sites.some((s) => s.loss !== null) ? "only the sites' own logs have it, and they are not here" : "";
 const over = (d) => OVER.includes(d.status);
 const none = (d, why) => over(d) ? why : "nothing yet";
-const size = (v) => v === null || v === undefined ? "–" : v && Math.abs(v) < 0.001 ? v.toExponential(1) : String(Number(v.toPrecision(3)));
+const value = (v) => v === null || v === undefined ? "–" : v && Math.abs(v) < 0.001 ? v.toExponential(1) : String(Number(v.toPrecision(3)));
 
 function compression(d) {
   const rows = d.sites.filter((s) => s.encode_seconds !== null || s.push_norm !== null);
   if (!rows.length) return by("compression").replaceChildren(element("caption", none(d, "only the logs of sites with processes have it"), "none"));
   const heads = ["site", "encoding a push", "norm of a push", "norm of the residual", "stays behind", "round trip"];
-  table("compression", heads, rows.map((s) => [s.name, seconds(s.encode_seconds), size(s.push_norm), size(s.residual),
+  table("compression", heads, rows.map((s) => [s.name, seconds(s.encode_seconds), value(s.push_norm), value(s.residual),
     percent(s.left_behind), seconds(s.trip_seconds)]));
 }
 
@@ -233,16 +233,16 @@ function show(d) {
   by("lead").textContent = `${recipe}${d.strategy || "strategy not known"}${size}, ${d.sites.length} site${d.sites.length === 1 ? "" : "s"}${d.server ? `, global server ${d.server}` : ""}`;
   by("unread").textContent = d.unread ? ` ${d.unread} line${d.unread === 1 ? "" : "s"} of the event logs could not be read.` : "";
   tiles(d); tree(d); timeline(d); sites(d); compression(d);
-  curve("loss", d.loss, (v) => number(v, 3), "loss by step", undefined, away(d) || "nothing yet");
+  curve("loss", d.loss, value, "loss by step", undefined, away(d) || "nothing yet");
   curve("accuracy", { accuracy: d.accuracy }, (v) => (100 * v).toFixed(1) + " %", "accuracy by step", [0, 1], none(d, "this run's logs have none"));
   items("decisions", d.decisions.map((x) => [`a round every ${x.every === 1 ? "step" : x.every + " steps"}, ${x.up} up, ${x.down} down, ` +
     (x.overlap ? `results ${x.overlap === 1 ? "a step" : x.overlap + " steps"} late` : "results are waited for"),
-    `${seconds(x.t)}: ${x.why}`]), d.strategy === "auto" ? "nothing yet" : "this strategy is fixed");
+    `${seconds(x.t)}: ${x.why}`]), !d.strategy || d.strategy.startsWith("auto") ? none(d, "the log has none") : "this strategy is fixed");
   items("faults", d.faults.map((x) => [x.what, seconds(x.t) + (x.times > 1 ? `, ${x.times} times in a row` : ""), { fault: "bad", warning: "warn", operator: "operator" }[x.kind] || "good"]), "none");
   table("processes", ["process", "memory", "CPU"], d.processes.map((p) => [p.name, bytes(p.memory_bytes), percent(p.cpu)]));
   if (!d.processes.length) by("processes").replaceChildren(element("caption", "none of this run on this machine", "none"));
   table("certificates", ["whose", "days left"], d.certificates.map((c) => [c.who, element("td", String(c.days), c.days < 14 ? "bad" : c.days < 30 ? "warn" : "")]));
-  if (!d.certificates.length) by("certificates").replaceChildren(element("caption", "none: nothing is sent over a network", "none"));
+  if (!d.certificates.length) by("certificates").replaceChildren(element("caption", "none in the directory of the run", "none"));
   mark();
   document.body.dataset.version = d.version;
   document.body.dataset.ready = "1";

@@ -15,6 +15,7 @@ from weightgrad.lab.page.run_reader import Event
 from weightgrad.lab.page.site_record import KEPT, SiteRecord
 
 _LOSSES = 1600  # of a site, at most
+_SENT_AWAY = {"remove": "removed", "revoke": "revoked"}
 _TOLD = 200  # of faults and decisions
 _OTHER_CLOCKS = ("process", "evaluate", "network", "site")  # not written by the server, or after the end
 
@@ -86,7 +87,7 @@ class RunState:
         site = self._site(event["site"])
         if site.connected is False:
             self._tell(t, f"{site.name} is back", "recovery", [site.name])
-        site.connected, site.removed = True, False
+        site.connected, site.removed = True, ""
         self.status = "paused" if self.status == "paused" else "running"
 
     def _on_connection(self, source: str, t: float, event: Event) -> None:
@@ -147,7 +148,8 @@ class RunState:
             self.status = "paused" if what == "pause" else "running"
         for name in where:
             site = self._site(name)
-            site.removed = what in ("remove", "revoke") or (site.removed and what != "add")
+            # A revoked certificate keeps nobody out who comes with a new one; who is removed must be added again.
+            site.removed = _SENT_AWAY.get(what, "" if what == "add" else site.removed)
             site.connected = site.connected and not site.removed
             site.aside = what == "set-aside" or (site.aside and what != "take-back")
 

@@ -18,7 +18,7 @@ class SiteRecord:
     loss: float | None = None
     connected: bool | None = None
     finished: bool = False
-    removed: bool = False  # or its certificate revoked
+    removed: str = ""  # how an operator sent it away: "removed", or "revoked"
     aside: bool = False
     told: bool = False  # by its own log, or by what it said at its end: otherwise only rounds tell of it
     cut: bool = False

@@ -9,7 +9,7 @@ activations that are computed again alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from weightgrad.lab.plan.live_bytes import LiveBytes, optimizer_tensors, tensor_
 from weightgrad.lab.plan.made_model import Built
 from weightgrad.lab.plan.operations import PHASES, OperationCounter, Work
 
+_LISTS = (nn.ModuleList, nn.Sequential)
 _MOVED = 0.8  # the share of the bandwidth of memory that operations reach
 
 
@@ -86,14 +87,13 @@ class ModelCost:
                 found.append((layer.name, layer.name, layer))
         return [(first if first == last else f"each of {first} to {last}", layer) for first, last, layer in found]
 
-    def seconds(self, device: Device, shards: int = 1) -> dict[str, float]:
-        """How long each phase takes on a device that optimizes one of so many shards."""
-        return {phase: sum(self.layer_seconds(device, shards, one)[phase] for one in self.layers) for phase in PHASES}
+    def seconds(self, device: Device) -> dict[str, float]:
+        """How long each phase takes on a device."""
+        return {phase: sum(self.layer_seconds(device, one)[phase] for one in self.layers) for phase in PHASES}
 
-    def layer_seconds(self, device: Device, shards: int, layer: Layer) -> dict[str, float]:
+    def layer_seconds(self, device: Device, layer: Layer) -> dict[str, float]:
         """The same of one layer."""
-        found = {phase: layer.seconds(device, phase, fp32=self.fp32) for phase in PHASES}
-        return {**found, "optimizer": found["optimizer"] / shards}
+        return {phase: layer.seconds(device, phase, fp32=self.fp32) for phase in PHASES}
 
 
 def seconds_of(work: Work, device: Device, *, fp32: bool) -> float:
@@ -177,7 +177,7 @@ def _counted(
         gradients = tensor_bytes(p.grad for _, p in trained if p.grad is not None)
         made.step()
     made.zero_grad()
-    with OperationCounter() as counter:
+    with OperationCounter(module) as counter:
         loss = trained_module.loss_of(module, arguments)
         counter.phase = "backward"
         loss.backward()
@@ -202,17 +202,27 @@ def _counted(
 
 
 def _layers(module: nn.Module, counter: OperationCounter) -> tuple[Layer, ...]:
-    """The parts that a reader tells apart: children, and the children of lists of modules."""
-    names: list[str] = []
-    for name, child in module.named_children():
-        inside = [f"{name}.{own}" for own, _ in child.named_children()]
-        names += inside if isinstance(child, (nn.ModuleList, nn.Sequential)) and inside else [name]
+    """The parts that a reader tells apart, with their work; a parameter that several share is the first one's."""
+    names, seen = list(_parts(module)), set[int]()
     own: dict[str, dict[str, Work]] = {name: {} for name in [*names, ""]}
-    for (layer, phase), work in counter.by_layer.items():
-        _, _, path = layer.partition(".")  # the first word is the class of the model
+    for (path, phase), work in counter.by_layer.items():
         place = next((name for name in names if path == name or path.startswith(f"{name}.")), "")
         own[place][phase] = own[place].get(phase, Work()) + work
-    parameters = {name: sum(p.numel() for p in module.get_submodule(name).parameters()) for name in names}
-    rest = sum(p.numel() for p in module.parameters()) - sum(parameters.values())
-    found = [Layer(name, parameters[name], own[name]) for name in names]
-    return (*found, Layer("the rest", rest, own[""]))
+    found = []
+    for name in [*names, ""]:
+        parameters = {id(p): p.numel() for p in module.get_submodule(name).parameters() if id(p) not in seen}
+        seen |= parameters.keys()
+        found.append(Layer(name or "the rest", sum(parameters.values()), own[name]))
+    return tuple(found)
+
+
+def _parts(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The paths of the children of a model and, where one is a list of modules or has such a list, of its children."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, _LISTS):
+            yield from [f"{path}.{own}" for own, _ in child.named_children()] or [path]
+        elif any(isinstance(part, _LISTS) and len(part) > 1 for part in child.modules()):
+            yield from _parts(child, f"{path}.")
+        else:
+            yield path

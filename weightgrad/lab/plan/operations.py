@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from torch.utils.module_tracker import ModuleTracker
+
+from weightgrad.lab.plan.layer_tracker import LayerTracker
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -33,16 +34,22 @@ class Work:
         return Work(self.flops + other.flops, self.nbytes + other.nbytes)
 
 
-@dataclass
 class OperationCounter(TorchDispatchMode):
-    """Counts while it is entered. `phase` says what is going on; `by_layer` has (layer, phase) as keys."""
+    """Counts while it is entered.
 
-    phase: str = "forward"
-    by_layer: dict[tuple[str, str], Work] = field(default_factory=lambda: defaultdict(Work))
+    Args:
+        module: the model whose layers are told apart.
 
-    def __post_init__(self) -> None:
+    Attributes:
+        phase: what is going on; forward at first.
+        by_layer: the work by the path of a module and the phase; the path is empty outside the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tracker = ModuleTracker()
+        self.phase = "forward"
+        self.by_layer: dict[tuple[str, str], Work] = defaultdict(Work)
+        self._tracker = LayerTracker(module)
 
     def __enter__(self) -> OperationCounter:
         self._tracker.__enter__()
@@ -62,8 +69,7 @@ class OperationCounter(TorchDispatchMode):
         packet = getattr(func, "_overloadpacket", None)
         if getattr(func, "is_view", False) or packet is None:
             return found
-        layer = max((name for name in self._tracker.parents if name != "Global"), key=len, default="")
-        work = self.by_layer[layer, self.phase]
+        work = self.by_layer[self._tracker.layer, self.phase]
         work.nbytes += sum(_nbytes(leaf) for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor))
         if packet in flop_registry:
             work.flops += flop_registry[packet](*args, **kwargs, out_val=found)

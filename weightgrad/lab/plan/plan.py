@@ -19,6 +19,7 @@ from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.prediction import Prediction, crossover_bit_s, predict
 from weightgrad.lab.plan.prices import Prices
 from weightgrad.lab.plan.scenario import Scenario
+from weightgrad.lab.plan.step_times import StepTimes
 from weightgrad.lab.sim.plan import SiteSpec
 from weightgrad.lab.sim.task import Task
 from weightgrad.units import show_bytes, show_seconds
@@ -81,6 +82,7 @@ class Plan:
     Attributes:
         scenario: what was planned.
         cost: of one worker's step; None where the model's inputs are not known.
+        times: of a worker's step, by the name of a site.
         devices: of each site, by name, where it is known.
         samples: how many samples the run is to see.
         strategies: every strategy, by name.
@@ -90,22 +92,22 @@ class Plan:
 
     scenario: Scenario
     cost: ModelCost
+    times: Mapping[str, StepTimes]
     devices: Mapping[str, Device]
     samples: int
     strategies: Mapping[str, StrategyPlan]
     decision: Decision
     measured: bool = False
 
-    def shards(self, site: SiteSpec) -> int:
-        """Shards of the model at a site."""
-        return site.workers if site.sharded else 1
-
     @property
-    def machines(self) -> list[tuple[str, Device, int]]:
-        """The kinds of workers: a site that has such, its device, and the shards of the model there."""
-        known = [site for site in self.scenario.sites if site.name in self.devices]
-        found = {(id(self.devices[site.name]), self.shards(site)): site for site in reversed(known)}
-        return [(site.name, self.devices[site.name], self.shards(site)) for site in reversed(found.values())]
+    def kinds(self) -> list[tuple[str, StepTimes]]:
+        """The kinds of workers: a site that has such, and how long its steps take."""
+        found: list[tuple[str, StepTimes]] = []
+        for site in self.scenario.sites:
+            own = self.times[site.name]
+            if all(own != other for _, other in found):
+                found.append((site.name, own))
+        return found
 
     @property
     def alike(self) -> list[tuple[str, SiteSpec]]:
@@ -168,17 +170,14 @@ class Plan:
             },
             "step": {
                 "flops": {phase: self.cost.work(phase).flops for phase in PHASES},
-                "seconds": {
-                    site.name: self.cost.seconds(self.devices[site.name], self.shards(site))
-                    for site in scenario.sites
-                    if site.name in self.devices
-                },
+                "seconds": {name: dict(own.phases) for name, own in self.times.items()},
                 "layers": [
                     {
                         "name": layer.name,
                         "parameters": layer.parameters,
                         "flops": {phase: work.flops for phase, work in layer.work.items()},
                         "bytes": {phase: work.nbytes for phase, work in layer.work.items()},
+                        "seconds": {name: own.of_layer(self.cost, layer) for name, own in self.times.items()},
                     }
                     for layer in self.cost.layers
                 ],
@@ -209,6 +208,7 @@ def _strategy_dict(own: StrategyPlan) -> dict[str, Any]:
         "wan_bytes_range": own.data_range.wan_bytes if own.data_range else None,
         "seconds_range": own.data_range.seconds if own.data_range else None,
         "schedule": found.schedule,
+        "lost": found.lost,
         "links": [{**asdict(link), "hidden": link.hidden} for link in found.links],
         "workers": [asdict(memory) for memory in own.memory],
         "server": {"kept_bytes": own.server_kept, "peak_bytes": own.server_peak},
@@ -220,10 +220,12 @@ def make_plan(
     cost: ModelCost,
     strategies: Sequence[tuple[str, Strategy]],
     *,
+    times: Mapping[str, StepTimes],
     devices: Mapping[str, Device],
     prices: Prices,
     samples: int | None = None,
     task: Task | None = None,
+    overheads: Mapping[str, float] | None = None,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Plan some strategies.
@@ -232,10 +234,13 @@ def make_plan(
         scenario: what is planned.
         cost: of one worker's step.
         strategies: labels and strategies.
+        times: of a worker's step, by the name of a site.
         devices: what the sites compute on, by the name of the site, where it is known.
         prices: of traffic.
         samples: what the time is asked for; None: those of the whole run.
         task: a real task to play through instead of a stand-in.
+        overheads: seconds of a step besides compute, codecs and networks, by the label of a strategy; None: those of
+            the scenario.
         watch: called with the label of each strategy before its turn.
 
     Raises:
@@ -245,8 +250,9 @@ def make_plan(
     planned = {}
     for label, strategy in strategies:
         watch(label)
+        own = replace(scenario, step_overhead=(overheads or {}).get(label, scenario.step_overhead))
         with _years(label):
-            found = predict(scenario, strategy, task=task)
+            found = predict(own, strategy, task=task)
         kept, peak = server_bytes(scenario, found.strategy, found)
         memory = tuple(worker_memory(scenario, cost, found, site, devices.get(site.name)) for site in scenario.sites)
         up = {link.site: link for link in found.links}
@@ -270,12 +276,12 @@ def make_plan(
             crossover_bit_s=crossover_bit_s(scenario, found.strategy, found),
             samples_seconds=share * found.seconds + rest * found.step_seconds,
             by_data=task is None and depends_on_data(found.strategy),
-            data_range=range_of(scenario, strategy, found) if task is None else None,
+            data_range=range_of(own, strategy, found) if task is None else None,
         )
-    own = planned.get("auto") or next(iter(planned.values()))
+    first = planned.get("auto") or next(iter(planned.values()))
     with _years("auto"):
-        decision = auto_decision(scenario, own.prediction.compute_seconds)
-    return Plan(scenario, cost, devices, wanted, planned, decision, measured=task is not None)
+        decision = auto_decision(scenario, first.prediction.compute_seconds)
+    return Plan(scenario, cost, times, devices, wanted, planned, decision, measured=task is not None)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from html import escape
 from pathlib import Path
 
 from weightgrad.errors import PlanError
-from weightgrad.lab.plan import timeline
-from weightgrad.lab.plan.operations import PHASES
+from weightgrad.lab.plan import plan_rows, timeline
 from weightgrad.lab.plan.plan import Plan
 from weightgrad.lab.plan.prices import show_dollars
 from weightgrad.units import show_bit_s, show_bytes, show_seconds
@@ -32,10 +31,6 @@ def write(plan: Plan, path: Path) -> None:
 def html(plan: Plan) -> str:
     """The page as text."""
     scenario = plan.scenario
-    lead = (
-        f"{scenario.layout.numel:,} parameters, {scenario.batch:,} samples a step over {scenario.workers} workers in "
-        f"{len(scenario.sites)} sites, {scenario.steps:,} steps"
-    )
     pictures = "".join(
         f"<h3>{escape(name)}</h3><div class=card>{timeline.draw(own.prediction)}</div>"
         for name, own in plan.strategies.items()
@@ -46,7 +41,7 @@ def html(plan: Plan) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>Plan of {escape(scenario.name)}</title><style>{_STYLE}</style></head><body><main>"
-        f"<h1>Plan of {escape(scenario.name)}</h1><p class=lead>{escape(lead)}</p>"
+        f"<h1>Plan of {escape(scenario.name)}</h1><p class=lead>{escape(plan_rows.title(plan))}</p>"
         f'<div class="card take"><b>Take {escape(plan.chosen)}.</b> {escape(plan.why)}</div>'
         f"<h2>Strategies</h2>{_strategies(plan)}"
         f"<h2>Rounds, drawn to scale</h2><p class=key>{key}</p>{pictures}"
@@ -87,6 +82,7 @@ def _strategies(plan: Plan) -> str:
         "x without WAN: how many times as long a step takes as without a WAN. No gain above: the bandwidth above which "
         "float32 would be sent faster than it is encoded."
     ]
+    notes += plan_rows.lost_notes(plan)
     if any(own.by_data for own in plan.strategies.values()):
         notes.insert(0, "* how much is sent depends on the data: an estimate, and in brackets its range.")
     return _card(heads, rows) + "".join(f"<p class=lead>{escape(note)}</p>" for note in notes)
@@ -140,22 +136,11 @@ def _memory(plan: Plan) -> str:
 
 
 def _step(plan: Plan) -> str:
-    heads = ["layer", "parameters", *(f"{phase} GFLOP" for phase in PHASES[:2])]
-    heads += [f"{name} {phase}" for name, _, _ in plan.machines for phase in PHASES]
-    rows = []
-    for label, layer in plan.cost.alike():
-        cells = [label, f"{layer.parameters:,}"]
-        cells += [f"{layer.work[p].flops / 1e9:,.4g}" if p in layer.work else "" for p in PHASES[:2]]
-        for _, device, shards in plan.machines:
-            times = plan.cost.layer_seconds(device, shards, layer).values()
-            cells += [show_seconds(seconds) if seconds else "" for seconds in times]
-        rows.append((cells, False))
-    total = ["all", f"{plan.scenario.layout.numel:,}"]
-    total += [f"{plan.cost.work(phase).flops / 1e9:,.4g}" for phase in PHASES[:2]]
-    for _, device, shards in plan.machines:
-        total += map(show_seconds, plan.cost.seconds(device, shards).values())
-    rows.append((total, True))
-    return _card(heads, rows)
+    heads = [" ".join(filter(None, head)) for head in plan_rows.step_heads(plan)]
+    rows = [(row.cells, False) for row in plan_rows.step_rows(plan) if row.shown]
+    return _card(heads, [*rows, (plan_rows.step_total(plan), True)]) + (
+        f"<p class=lead>{escape(plan_rows.step_note(plan))}</p>"
+    )
 
 
 def _card(heads: Iterable[str], rows: Iterable[tuple[Iterable[str], bool]]) -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from weightgrad.lab.plan import plan_rows
 from weightgrad.lab.plan.operations import PHASES
 from weightgrad.lab.plan.plan import Plan, StrategyPlan
 from weightgrad.lab.plan.prices import show_dollars
@@ -20,15 +21,13 @@ _WIDEST = 400
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
     scenario, cost = plan.scenario, plan.cost
-    console.print(
-        f"[bold]{escape(scenario.name)}[/]: {scenario.layout.numel:,} parameters, {scenario.batch:,} samples a step "
-        f"over {scenario.workers} workers in {len(scenario.sites)} sites, {scenario.steps:,} steps"
-    )
+    console.print(f"[bold]{escape(scenario.name)}[/]: {plan_rows.title(plan)}", soft_wrap=True)
     steps, memory, compared, links = (make(plan) for make in (_step_table, _memory_table, _strategy_table, _link_table))
     ranges = _range_table(plan)
     console.width = _wide_enough(console, steps, memory, compared, ranges, links)  # a cut table would say nothing
     console.print()
     console.print(steps)
+    console.print(plan_rows.step_note(plan), markup=False)
     console.print()
     console.print(memory)
     for note in _memory_notes(plan):
@@ -38,6 +37,8 @@ def show(plan: Plan, console: Console) -> None:
     if ranges.row_count:
         console.print("* how much is sent depends on the data: an estimate (see --measure), which lies in:")
         console.print(ranges)
+    for note in plan_rows.lost_notes(plan):
+        console.print(note, markup=False, soft_wrap=True)
     console.print()
     console.print(links)
     console.print()
@@ -52,26 +53,12 @@ def _wide_enough(console: Console, *tables: Table) -> int:
 
 
 def _step_table(plan: Plan) -> Table:
-    cost, machines = plan.cost, plan.machines
-    table = _table("layer", "parameters", *(f"{phase}\nGFLOP" for phase in PHASES[:2]))
-    for name, _, _ in machines:
-        for phase in PHASES:
-            table.add_column(f"{escape(name)}\n{phase}", justify="right", no_wrap=True)
-    layers = cost.alike()
-    largest = sorted(layers, key=lambda own: -sum(work.flops for work in own[1].work.values()))[:_LAYERS]
-    shown = {name for name, _ in largest}
-    for label, layer in layers:
-        if label in shown and (layer.parameters or any(work.flops or work.nbytes for work in layer.work.values())):
-            row = [label, f"{layer.parameters:,}"]
-            row += [f"{layer.work[phase].flops / 1e9:,.4g}" if phase in layer.work else "" for phase in PHASES[:2]]
-            for _, device, shards in machines:
-                times = cost.layer_seconds(device, shards, layer).values()
-                row += [show_seconds(seconds) if seconds else "" for seconds in times]
-            table.add_row(*map(escape, row))
-    row = ["all", f"{plan.scenario.layout.numel:,}", *(f"{cost.work(phase).flops / 1e9:.3g}" for phase in PHASES[:2])]
-    for _, device, shards in machines:
-        row += [show_seconds(seconds) for seconds in cost.seconds(device, shards).values()]
-    table.add_row(*map(escape, row), style="bold")
+    table = _table(*("\n".join(filter(None, head)) for head in plan_rows.step_heads(plan)))
+    rows = [row for row in plan_rows.step_rows(plan) if row.shown]
+    least = sorted((row.flops for row in rows), reverse=True)[:_LAYERS][-1]
+    for row in [row for row in rows if row.flops >= least][:_LAYERS]:
+        table.add_row(*map(escape, row.cells))
+    table.add_row(*map(escape, plan_rows.step_total(plan)), style="bold")
     return table
 
 

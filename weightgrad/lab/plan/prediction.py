@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -106,6 +106,8 @@ class Prediction:
         spans: what the sites did in that time.
         lan_bytes: bytes inside the sites in the whole run.
         schedule: what `auto` settled on, or None.
+        lost: sites whose pushes are later than the strategy waits (`t_global`). A run would go on without them; the
+            prediction is that of one that waits.
     """
 
     strategy: Strategy
@@ -118,6 +120,7 @@ class Prediction:
     spans: tuple[Span, ...]
     lan_bytes: float
     schedule: dict[str, object] | None
+    lost: tuple[str, ...] = ()
 
     @property
     def wan_bytes(self) -> float:
@@ -173,6 +176,19 @@ def predict(
         elements: of the stand-in, about.
         gradients: of the stand-in.
     """
+    found, lost = _played(scenario, strategy, task, elements, gradients)
+    if found is None:  # the server gave up a site
+        patient = replace(strategy, t_global=None)
+        found, _ = _played(scenario, patient, task, elements, gradients)
+        assert found is not None
+        found = replace(found, strategy=scenario.fitted(strategy), lost=lost)
+    return found
+
+
+def _played(
+    scenario: Scenario, strategy: Strategy, task: Task | None, elements: int, gradients: Gradients
+) -> tuple[Prediction | None, tuple[str, ...]]:
+    """What was played through, extrapolated, or the sites that the server gave up."""
     strategy = scenario.fitted(strategy)
     steps = min(scenario.steps, steps_to_play(strategy))
     plan = scenario.plan(strategy, steps)
@@ -201,7 +217,10 @@ def predict(
             with _one_thread():
                 simulator.run()
             recorder.steps = steps_begun
-        return _extrapolated(scenario, plan.strategy, steps, event_log.read(path), recorder, stand_in)
+        log = event_log.read(path)
+        if lost := {str(name) for line in log if line.get("what") == "lost" for name in line["where"]}:
+            return None, tuple(sorted(lost))
+        return _extrapolated(scenario, plan.strategy, steps, log, recorder, stand_in), ()
 
 
 @contextmanager

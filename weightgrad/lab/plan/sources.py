@@ -24,13 +24,15 @@ from weightgrad.kernels.noise import derive
 from weightgrad.lab import models
 from weightgrad.lab.data import augment, datasets, folder
 from weightgrad.lab.plan import scenario as scenarios
+from weightgrad.lab.plan import step_times
 from weightgrad.lab.plan.devices import Device
 from weightgrad.lab.plan.made_model import Built
 from weightgrad.lab.plan.model_cost import ModelCost, cost_of
 from weightgrad.lab.plan.scenario import Scenario, SiteGiven
-from weightgrad.lab.plan.trained_module import step_seconds
+from weightgrad.lab.plan.step_times import StepTimes
+from weightgrad.lab.plan.trained_module import phase_seconds
 from weightgrad.lab.recipes.recipe import Recipe
-from weightgrad.lab.report.choices import parse_choices
+from weightgrad.lab.report.choices import Choice, parse_choices
 from weightgrad.lab.run.simulation import chosen_strategy, optimizer_options
 from weightgrad.lab.run.task import Training
 from weightgrad.lab.sim.compute import Compute
@@ -43,6 +45,7 @@ _IMAGES = {"cifar10": (10, 3, 32), "mnist": (10, 1, 28), "fashion-mnist": (10, 1
 _CHARACTERS = 96  # of a text in ASCII, about
 _CLASSES = 1000  # of a folder that is not here
 _TIMED = 3
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _INPUT = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
@@ -53,6 +56,7 @@ class Source:
     Attributes:
         scenario: sites, links, training.
         cost: of one worker's step.
+        times: of a worker's step, by the name of a site.
         devices: by the name of a site, where they are known.
         task: a real task to play through, or None for a stand-in.
         recipe: where it came from, or None.
@@ -61,6 +65,7 @@ class Source:
 
     scenario: Scenario
     cost: ModelCost
+    times: Mapping[str, StepTimes]
     devices: Mapping[str, Device] = field(default_factory=dict)
     task: Task | None = None
     recipe: Recipe | None = None
@@ -107,21 +112,30 @@ def strategies_of(text: str | None, source: Source) -> list[tuple[str, Strategy]
         PlanError: none is named.
         StrategyError: a strategy does not exist.
     """
-    if text == "all":
-        return [(name, presets.find(name)) for name in presets.available()]
-    if text is not None:
-        choices = parse_choices(text) if text.strip() else []
-        if not choices:
-            raise PlanError(f"--strategies {text!r}: no strategy; wanted names, e.g. baseline,diloco(every=50), or all")
-        if source.recipe is None:
-            return [(c.label, presets.find(c.name, dict(c.settings))) for c in choices]
-        own = source.recipe
-        return [(c.label, chosen_strategy(own.with_settings([c.setting]))) for c in choices]
-    found = {name: presets.find(name) for name in USUAL}
     if source.recipe is not None:
-        own_strategy = chosen_strategy(source.recipe)
-        found[own_strategy.name] = own_strategy
+        return [(label, chosen_strategy(own)) for label, own in recipes_of(text, source.recipe)]
+    return [(choice.label, presets.find(choice.name, dict(choice.settings))) for choice in _choices(text)]
+
+
+def recipes_of(text: str | None, recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """The recipe with each of the strategies to plan.
+
+    Raises:
+        PlanError: no strategy is named.
+        RecipeError: a strategy does not exist.
+    """
+    found = {choice.label: recipe.with_settings([choice.setting]) for choice in _choices(text)}
+    if text is None:
+        found[chosen_strategy(recipe).name] = recipe
     return list(found.items())
+
+
+def _choices(text: str | None) -> list[Choice]:
+    if text is None or text == "all":
+        text = ",".join(USUAL if text is None else presets.available())
+    if not text.strip():
+        raise PlanError(f"--strategies {text!r}: no strategy; wanted names, e.g. baseline,diloco(every=50), or all")
+    return parse_choices(text)
 
 
 def of_recipe(recipe: Recipe, *, measure: bool, checkpointing: bool = False) -> Source:
@@ -147,7 +161,14 @@ def of_recipe(recipe: Recipe, *, measure: bool, checkpointing: bool = False) -> 
         seconds = dict.fromkeys(unknown, measured)
     layout = training.layout if training is not None else cost.layout
     tokens = _data_shape(recipe)[2] if recipe.data.name == "sotu" else None
-    return Source(scenarios.of_recipe(recipe, layout, seconds), cost, {}, training, recipe, tokens)
+    scenario = scenarios.of_recipe(recipe, layout, seconds)
+    times = {
+        site.name: step_times.of_recipe(
+            cost, site.compute.seconds_per_step, step_times.MEASURED if site.name in seconds else "as the recipe says"
+        )
+        for site in scenario.sites
+    }
+    return Source(scenario, cost, times, {}, training, recipe, tokens)
 
 
 def _timed(task: Training) -> float:
@@ -226,13 +247,13 @@ def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: b
     sharded = given.sharding == "fsdp2"
     shards = {site.name: site.count if sharded else 1 for site in sites}
     if measure:
-        seconds = step_seconds(build, options, inputs=inputs, dtype=dtype, checkpointing=given.checkpointing)
-        times = dict.fromkeys(by_name, seconds)
+        phases = phase_seconds(build, options, inputs=inputs, dtype=dtype, checkpointing=given.checkpointing)
+        times = dict.fromkeys(by_name, step_times.measured(cost, phases))
     else:
-        times = {name: sum(cost.seconds(device, shards[name]).values()) for name, device in by_name.items()}
+        times = {s.name: step_times.of_device(cost, s.device_name, s.device, shards[s.name]) for s in sites}
     specs = tuple(
-        SiteSpec(site.name, site.count, _lan(site, cost, shards), Compute(times[site.name]), shards[site.name] > 1)
-        for site in sites
+        SiteSpec(s.name, s.count, _lan(s, cost, shards), Compute(times[s.name].seconds), shards[s.name] > 1)
+        for s in sites
     )
     scenario = Scenario(
         name=given.model,
@@ -245,7 +266,7 @@ def of_model(given: ModelArguments, devices: Mapping[str, Device], *, measure: b
         optimizer=options,
         rate=lambda step: 1e-3,
     )
-    return Source(scenario, cost, by_name, tokens=cost.tokens)
+    return Source(scenario, cost, times, by_name, tokens=cost.tokens)
 
 
 def _lan(site: SiteGiven, cost: ModelCost, shards: Mapping[str, int]) -> LocalNetwork:
@@ -296,6 +317,8 @@ def _inputs(text: str | None, batch: int) -> Callable[[], torch.Tensor] | None:
             f"--input {text!r}: wanted the shape of a sample, e.g. 3x224x224, and perhaps a type, e.g. 2048:int64"
         )
     dtype = _dtype("--input", match[2]) or torch.float32
+    if dtype in _QUANTIZED:
+        raise PlanError(f"--input {text!r}: a batch has numbers; wanted a type such as float32, bfloat16 or int64")
     return lambda: torch.zeros((batch, *sides), dtype=dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,13 +17,14 @@ from weightgrad.core import optimizers
 from weightgrad.errors import PlanError
 from weightgrad.lab.plan import made_model
 from weightgrad.lab.plan.made_model import Built
+from weightgrad.lab.plan.operations import PHASES
 
 _T = TypeVar("_T")
 _VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # that fake tensors do not have
 _NO_MEMORY = "can't allocate memory"  # of torch's allocator for the CPU
 
 
-def step_seconds(
+def phase_seconds(
     build: Callable[[], Built],
     optimizer: tuple[str, Mapping[str, Any]],
     *,
@@ -32,8 +32,8 @@ def step_seconds(
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
     steps: int = 3,
-) -> float:
-    """Seconds of a real training step on this machine, the best of a few; it takes the memory of the model.
+) -> dict[str, float]:
+    """Seconds of each phase of a real step on this machine, the best of a few; it takes the memory of the model.
 
     Args:
         build: as `cost_of` takes it, and so are `optimizer`, `inputs`, `dtype` and `checkpointing`.
@@ -105,17 +105,20 @@ def ready(module: nn.Module, arguments: Any, dtype: torch.dtype | None, checkpoi
     return found
 
 
-def _timed(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], steps: int) -> float:
+def _timed(module: nn.Module, arguments: Any, optimizer: tuple[str, Mapping[str, Any]], steps: int) -> dict[str, float]:
     stepper = optimizers.build(optimizer[0], [p for p in module.parameters() if p.requires_grad], optimizer[1])
-    best = math.inf
-    for step in range(steps + 1):
-        began = time.perf_counter()
-        loss_of(module, arguments).backward()
+    times = []
+    for _ in range(steps + 1):
+        times.append([time.perf_counter()])
+        loss = loss_of(module, arguments)
+        times[-1].append(time.perf_counter())
+        loss.backward()
+        times[-1].append(time.perf_counter())
         stepper.step()
         stepper.zero_grad()
-        if step:
-            best = min(best, time.perf_counter() - began)
-    return best
+        times[-1].append(time.perf_counter())
+    best = min(times[1:], key=lambda own: own[-1] - own[0])
+    return {phase: end - begin for phase, begin, end in zip(PHASES, best, best[1:], strict=False)}
 
 
 def loss_of(module: nn.Module, arguments: Any) -> Tensor:

@@ -165,7 +165,10 @@ class Roster:
         with self._changing:
             facts = self.facts
             if name in self.sites:
-                raise RefusedError(f"{name} may take part already; the sites are {', '.join(self.sites)}")
+                raise RefusedError(
+                    f"{name} may take part already; the sites are {', '.join(self.sites)}. Where a certificate was "
+                    f"revoked, make a new one: weightgrad certs add-site DIR {name} --renew"
+                )
             names = facts.names if name in facts.names else (*facts.names, name)
             if len(names) > _MOST_SITES:
                 raise RefusedError(f"{name} would be site {len(names)}; a run has at most {_MOST_SITES}")

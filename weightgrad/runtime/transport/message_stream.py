@@ -139,6 +139,7 @@ class Stream:
         self.hello_received = False
         self.closed = False
         self.idle = False
+        self.waiting = False  # idle, or woken and not yet running again
         self._session = session
         self._something_to_send = threading.Condition(session.lock)
         self._acks: list[tuple[int, int]] = []
@@ -216,10 +217,27 @@ class Stream:
                 if record is not None:
                     self._session.wake_one_sender()
                     return record
-                self.idle = True
-                if not self._something_to_send.wait(self._session.heartbeat_s) and not self.closed:
+                self.idle = self.waiting = True
+                woken = self._something_to_send.wait(self._session.heartbeat_s)
+                self.waiting = False
+                if not woken and not self.closed:
+                    self._session.wake_one_sender()
                     return Ack(self._session.incoming.released, ())  # says that this process lives
             return None
+
+    def _gives_way(self) -> bool:
+        """Leave a chunk to a stream that carries none, rather than take one more.
+
+        A message of a few chunks is dealt among the streams because a connection that was idle starts slowly; the
+        first thread to run must not take them all, as on a busy machine it would.
+        """
+        session = self._session
+        if session.outgoing.carries(self.number) and session.outgoing.has_for(self.number):
+            for other in session.streams:
+                if other is not self and other.waiting and not session.outgoing.carries(other.number):
+                    other.wake()
+                    return True
+        return False
 
     def _next(self) -> Record | None:
         session = self._session
@@ -229,7 +247,7 @@ class Stream:
             acks, self._acks = tuple(self._acks[:MAX_ACKS]), self._acks[MAX_ACKS:]
             session.announced = released
             return Ack(released, acks)
-        if chunk := session.outgoing.take(self.number):
+        if not self._gives_way() and (chunk := session.outgoing.take(self.number)):
             return chunk
         if session.leaving is not None:
             self._goodbye_sent = True

@@ -118,6 +118,11 @@ class SendQueue:
         with self.changed:
             return self._next_for(stream) is not None
 
+    def carries(self, stream: int) -> bool:
+        """Whether this stream has taken something that is not acknowledged."""
+        with self.changed:
+            return self._taken_bytes[stream] > 0
+
     def acknowledged(self, message: int, offset: int) -> None:
         """Note that the receiver has this chunk. A repeated acknowledgement does no harm."""
         key = message, offset
