@@ -77,7 +77,7 @@ class WeightGradCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             raise
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Note the loss in the site's event log."""
+        """Note the loss, for the site's lines of progress and its trackers."""
         if self.site is not None and logs is not None and isinstance(logs.get("loss"), (int, float)):
             self.site.note(float(logs["loss"]))
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from weightgrad.core import strategies
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
@@ -288,12 +290,20 @@ class Site:
             raise StrategyError("track() belongs after prepare(): before it there is nothing to tell")
         self._training.track(tracker)
 
-    def note(self, loss: float) -> None:
+    def note(self, loss: float | Tensor) -> None:
         """Note the loss of the last step, for lines of progress, trackers, and the event log of a site with `state`.
 
         Args:
-            loss: The loss, a number.
+            loss: The loss: a number, or a tensor of one, which is read when a line is written, and not before.
+
+        Raises:
+            StrategyError: The tensor has several values.
         """
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise StrategyError(
+                f"note() was given a tensor of the shape {tuple(loss.shape)}; wanted the one loss of the step, such as "
+                "site.note(loss.mean())"
+            )
         if self._training is not None:
             self._training.note(loss)
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weightgrad.core import pieces
 from weightgrad.core.global_model import segments_of
@@ -321,12 +322,12 @@ class SiteTraining:
 
     # -- what users say -----------------------------------------------------------------------
 
-    def note(self, loss: float) -> None:
+    def note(self, loss: float | Tensor) -> None:
         """Note the loss of the last step, for lines of progress and, where there is one, for the event log."""
         if self._progress is not None:
-            self._progress.loss = loss
+            self._progress.note(loss)
         if self._events is not None:
-            self._events.write("step", self.connection.now, site=self.name, step=self.steps, loss=loss)
+            self._events.write("step", self.connection.now, site=self.name, step=self.steps, loss=float(loss))
 
     def stats(self) -> dict[str, Any]:
         """How the site is doing, on rank 0; on other ranks the steps they have done."""
@@ -380,8 +381,8 @@ class SiteTraining:
             self.connection.send_control(Leave(site=self.name))
         departure.write(self._events, self.name, self.waited)
         self.connection.close()
-        if self.leader is not None:
-            log.info("%s leaves", self.name)
+        if self._progress is not None:
+            self._progress.leaves(self.steps)
 
     def abandon(self) -> None:
         """Tell the server that this site is gone, without its residual and without the other ranks.
