@@ -352,7 +352,7 @@ class Site:
             self._abandon()
             return
         self._listeners.end_steps()
-        self._training.leave(flush=flush)
+        self._training.leave(flush=flush, show_evaluated=self._listeners.show_evaluated)
         self._left = True
         self._script_end.forget()
         self._listeners.release()

@@ -8,7 +8,7 @@ is all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -355,13 +355,11 @@ class SiteTraining:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def leave(self, *, flush: bool = True) -> None:
-        """Send the residual, wait until the global model has it, and say goodbye.
+    def leave(self, *, flush: bool = True, show_evaluated: Callable[[], None] = lambda: None) -> None:
+        """Send the residual if `flush`, wait until the global model has it, and say goodbye.
 
         The model becomes the global one; quantized, where the strategy is judged by quantized weights.
-
-        Args:
-            flush: Whether the residual is sent.
+        `show_evaluated` gives it those for evaluation, where its optimizer has other ones for that.
         """
         if self.leader is not None:
             leader = self.leader
@@ -376,6 +374,7 @@ class SiteTraining:
         if self.checkpoint is not None:
             self.checkpoint.write(self.steps, self.coordinator)
             self.checkpoint.wait()
+        show_evaluated()
         departure.hand_over(self._reply.seed, self.coordinator)
         if self.leader is not None:
             self.connection.send_control(Leave(site=self.name))
