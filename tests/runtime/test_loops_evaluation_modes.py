@@ -141,9 +141,7 @@ def test_what_is_written_to_weights_for_evaluation_is_not_lost_in_silence() -> N
         with torch.no_grad():
             first = next(model.parameters())
             first.clamp_(-0.01, 0.01)
-        with pytest.raises(
-            StrategyError, match=r"ScheduleFree\.train\(\) makes .* has written to the model"
-        ):
+        with pytest.raises(StrategyError, match=r"ScheduleFree\.train\(\) makes .* has written to the model"):
             optimizer.train()
         with torch.no_grad():
             first.copy_(own["0.weight"])

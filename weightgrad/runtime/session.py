@@ -24,6 +24,7 @@ from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.model.host_tensors import on_host
 from weightgrad.runtime.model.named_calls import NamedCalls
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.site import present_sites
 from weightgrad.runtime.site.entry import Entry
 from weightgrad.runtime.site.model_listeners import ModelListeners
 from weightgrad.runtime.site.progress_log import show_by_default
@@ -196,6 +197,7 @@ class Site:
         self._training.begin(self._loaded)
         self._loaded = None
         self._listeners = ModelListeners(user, optimizer, self.name, self._training, self.group)
+        present_sites.add(self._options.address, self.name, self)
 
     def _kept_version(self) -> int:
         """The version of the global model from which this site can go on, on rank 0; -1 without one."""
@@ -353,21 +355,24 @@ class Site:
             return
         self._listeners.end_steps()
         self._training.leave(flush=flush, show_evaluated=self._listeners.show_evaluated)
-        self._left = True
-        self._script_end.forget()
+        self._has_left()
         self._listeners.release()
         self._training.rank_step.release()
         self._listeners.stop_copying()
         if self._entry is not None:
             self._entry.close()
 
+    def _has_left(self) -> None:
+        self._left = True
+        self._script_end.forget()
+        present_sites.remove(self._options.address, self.name, self)
+
     @on_host()
     def _abandon(self) -> None:
         """Leave without the residual and without the other ranks: before `prepare`, and after an error."""
         if self._left:
             return
-        self._left = True
-        self._script_end.forget()
+        self._has_left()
         if self._listeners is not None:
             self._listeners.release()
         if self._training is not None:
