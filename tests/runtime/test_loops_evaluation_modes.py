@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from weightgrad.core.optimizers import spec as optimizer_spec
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.session import Site
 from weightgrad.runtime.site.departure import SiteDeparture
@@ -111,6 +112,19 @@ def test_where_gradients_are_shared_they_train_as_on_the_mean_gradient(
         torch.testing.assert_close(left, flat(model))
     assert len(handed) == len(NAMES)
     assert all(torch.equal(one, results["east"][0]) for one in handed), "the server's final file has them, too"
+
+
+def test_a_server_that_steps_with_one_steps_in_train_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites call `optimizer.train()` after `prepare`, and the server has the class by `serve --optimizer`."""
+    monkeypatch.setattr(optimizer_spec, "_allowed", {"ScheduleFree": ScheduleFree})
+    results, trained = run_sites("baseline", loop(looks=("east",)))
+    model = network()
+    optimizer = ScheduleFree(model.parameters())
+    optimizer.train()
+    torch.testing.assert_close(trained, reference(model, optimizer))
+    optimizer.eval()
+    for left, _ in results.values():
+        torch.testing.assert_close(left, flat(model))
 
 
 @pytest.mark.parametrize("ends_in", ["train", "eval"])

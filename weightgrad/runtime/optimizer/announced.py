@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from weightgrad.core.optimizers.learning_rates import rates_of
 from weightgrad.core.optimizers.options import numbers_of
-from weightgrad.core.optimizers.spec import AT_SITES, OptimizerSpec
+from weightgrad.core.optimizers.spec import AT_SITES, TRAINING, OptimizerSpec
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
-from weightgrad.runtime.optimizer.evaluation_mode import TRAINING
 from weightgrad.runtime.optimizer.optimizer_set import set_of
 
 log = logging.getLogger("weightgrad")

@@ -18,11 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weightgrad.core.optimizers.spec import TRAINING
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.model.frozen_parameters import value_digest
-
-TRAINING = "train_mode"
-"""The option in which these optimizers keep their mode."""
 
 
 class EvaluationMode:
