@@ -33,7 +33,7 @@ def test_training_that_was_interrupted_begins_again_in_the_same_process(tmp_path
     """A notebook's cell: Ctrl-C, and again with a new trainer, where nobody has the first callback any more."""
     from weightgrad.integrations.transformers import WeightGradCallback
 
-    class Interrupting(transformers.TrainerCallback):  # type: ignore[misc]
+    class Interrupting(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             raise KeyboardInterrupt
 

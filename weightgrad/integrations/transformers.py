@@ -74,7 +74,7 @@ class WeightGradCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if samples is None:
             samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         before = present_sites.find(self._address, self._name)
-        if before in _MADE:  # a train() that has ended by an error, of which the Trainer tells nobody
+        if before is not None and before in _MADE:  # its train() has ended by an error
             before.__exit__(InterruptedError, InterruptedError(), None)
         self.site = join(self._address, site=self._name, **self._options)
         _MADE.add(self.site)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weightgrad.core import strategies
 from weightgrad.core.strategies import Strategy
-from weightgrad.errors import StrategyError
+from weightgrad.errors import LinkError, RefusedError, StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.runtime.checkpoints.checkpoint_files import newest_version
 from weightgrad.runtime.checkpoints.portable_state import PortableState
@@ -354,7 +354,11 @@ class Site:
             self._abandon()
             return
         self._listeners.end_steps()
-        self._training.leave(flush=flush, show_evaluated=self._listeners.show_evaluated)
+        try:
+            self._training.leave(flush=flush, show_evaluated=self._listeners.show_evaluated)
+        except (LinkError, RefusedError):  # there is no session any more that could be left in order
+            self._abandon()
+            raise
         self._has_left()
         self._listeners.release()
         self._training.rank_step.release()
