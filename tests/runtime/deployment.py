@@ -359,13 +359,13 @@ class Runner:
         """As by kill -9 when the disk is idle: the connections are gone and nobody has said goodbye."""
         self._gone = True
         self._hang_up()
-        present_sites.remove(self.site._options.address, self.site.name, self.site)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         if (training := self.site._training) is not None and training.checkpoint is not None:
             training.checkpoint.writer.wait()
 
     def _hang_up(self) -> None:
+        present_sites.remove(self.site._options.address, self.site.name, self.site)
         if self.site.events is not None:
             self.site.events.close()
         if (entry := self.site._entry) is not None and entry.connection is not None:
