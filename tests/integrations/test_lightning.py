@@ -45,8 +45,9 @@ def test_a_site_of_two_ranks(tmp_path: Path) -> None:
     assert (module.net(x).argmax(1) == (x.sum(1) > 0).long()).float().mean() > 0.8
 
 
-def quiet_trainer(callback: Any) -> Any:
+def quiet_trainer(callback: Any, **options: Any) -> Any:
     return pl.Trainer(
+        **options,
         max_epochs=1,
         callbacks=[callback],
         accelerator="cpu",
@@ -74,6 +75,27 @@ def test_an_exception_tells_the_server_that_the_site_is_gone() -> None:
         with pytest.raises(RuntimeError, match="the disk of the data is gone"):
             quiet_trainer(callback).fit(Failing(), loader())
         hub.until(lambda: not hub.core.members.by_name["east"].live)
+
+
+def test_lines_have_the_loss_of_the_module(caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning hands over the loss divided by the batches that it accumulates."""
+    from weightgrad.integrations.lightning import WeightGradCallback
+
+    caplog.set_level("INFO", "weightgrad")
+    losses: list[float] = []
+
+    class Module(script_of("lightning.md")["Classifier"]):  # type: ignore[misc]
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            losses.append(float(loss.detach()))
+            return loss
+
+    with served("diloco, every: 1", "east") as hub:
+        callback = WeightGradCallback(hub.address, site="east", insecure=True)
+        quiet_trainer(callback, accumulate_grad_batches=2).fit(Module(), loader())
+        assert callback.site is not None
+        assert callback.site.stats()["loss"] == pytest.approx(losses[-1])
+    assert f"east leaves after step 1, loss {losses[-1]:.4g}; " in caplog.text
 
 
 def test_lbfgs_is_refused() -> None:

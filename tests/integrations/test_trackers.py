@@ -51,9 +51,11 @@ def test_sites_tell_how_they_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         if site.name == "east":
             site.track(lambda stats, step: said.append((step, stats)))
             site.track(broken)
+        with pytest.raises(StrategyError, match=r"a tensor of the shape \(8,\); wanted the one loss"):
+            site.note(torch.zeros(8))
         meet()
         for step in range(6):
-            site.note(float(backward(model, site.name, step)))
+            site.note(backward(model, site.name, step))
             optimizer.step()
             optimizer.zero_grad()
         return site.stats()

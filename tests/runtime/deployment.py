@@ -39,6 +39,7 @@ from weightgrad.runtime.join import join
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
+from weightgrad.runtime.site import present_sites
 from weightgrad.runtime.transport.grpc_server import GrpcServer
 from weightgrad.wire.intervals import Intervals
 
@@ -360,15 +361,14 @@ class Runner:
         self._hang_up()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
-        training = self.site._training
-        if training is not None and training.checkpoint is not None:
+        if (training := self.site._training) is not None and training.checkpoint is not None:
             training.checkpoint.writer.wait()
 
     def _hang_up(self) -> None:
+        present_sites.remove(self.site._options.address, self.site.name, self.site)
         if self.site.events is not None:
             self.site.events.close()
-        entry = self.site._entry
-        if entry is not None and entry.connection is not None:
+        if (entry := self.site._entry) is not None and entry.connection is not None:
             entry.connection.abort()
 
 

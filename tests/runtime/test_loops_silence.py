@@ -70,6 +70,8 @@ def test_a_cell_that_is_run_again_is_refused_and_may_come_back_when_it_has_left(
             first.prepare(model, optimizer)
         with pytest.raises(StrategyError, match=r"that of site east, which has not left.*leave\(\) first"):
             join(hub.address, site="west", insecure=True).prepare(model, optimizer)
+        with pytest.raises(StrategyError, match=r"east trains in this process already.*Call leave\(\) on the site"):
+            join(hub.address, site="east", insecure=True)  # so that a notebook's `site` still is the one that trains
         steps(first, model, optimizer)
         assert first.steps == STEPS
         first.leave()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from weightgrad.core.optimizers import spec as optimizer_spec
 from weightgrad.core.optimizers.options import UserOptions, numbers_of, put_numbers
 from weightgrad.runtime.session import Site
 
@@ -84,6 +85,15 @@ def test_what_a_step_writes_is_kept_where_gradients_are_shared(schedule: Any, ki
         assert group["last"] == pytest.approx(optimizer.param_groups[0]["last"])
         assert group["lr"] == optimizer.param_groups[0]["lr"]
     assert torch.equal(*(results[name][0] for name in NAMES))
+
+
+def test_a_server_that_steps_with_it_takes_what_it_has_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve --optimizer`: it refused the second push, whose count was none that an option of torch's may become."""
+    monkeypatch.setattr(optimizer_spec, "_allowed", {"Estimating": Estimating})
+    results, global_model = run_sites("baseline", loop(lambda model: Estimating(model.parameters()), _cooled))
+    for vector, group in results.values():
+        assert torch.equal(vector, global_model), "the server has taken the same steps"
+        assert group["k"] == STEPS
 
 
 def test_so_it_is_with_several_optimizers() -> None:

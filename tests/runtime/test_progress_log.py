@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from weightgrad.runtime.site import progress_log
 from weightgrad.runtime.site.progress_log import ProgressLog, show_by_default
@@ -65,6 +66,34 @@ def test_a_slow_step_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
     clock.now += 5.0
     progress.after_step(2, 0, None)
     assert caplog.messages == ["east: step 1, 0.0286 steps/s; 0 B up, 0 B down, 0 % of the time waiting"]
+
+
+def test_a_loss_that_is_a_tensor_is_read_when_a_line_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weightgrad")
+    clock = Clock()
+    progress = ProgressLog("east", Counters(), 0, clock=clock)
+    weight = torch.ones((), requires_grad=True)
+    loss = 2.5 * weight
+    progress.note(loss)
+    assert progress._loss is not loss, "it would keep the graph of the backward pass"
+    clock.now += 10.0
+    progress.after_step(1, 0, None)
+    assert caplog.messages[0].startswith("east: step 1, loss 2.5, ")
+    assert progress.stats(1, 0, None)["loss"] == 2.5
+
+
+def test_the_last_line_is_about_the_whole_run(caplog: pytest.LogCaptureFixture) -> None:
+    """A run of a few seconds has no other."""
+    caplog.set_level(logging.INFO, "weightgrad")
+    counters, clock = Counters(), Clock()
+    progress = ProgressLog("east", counters, 40, clock=clock)
+    progress.note(0.125)
+    clock.now += 4.0
+    counters.up_bytes, counters.down_bytes, counters.waited = 12_000, 34_000, 2.0
+    progress.leaves(60)
+    assert caplog.messages == [
+        "east leaves after step 60, loss 0.125; 12 kB up, 34 kB down in 4 s, 25 % of the time waiting"
+    ]
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class WeightGradCallback(Callback):  # type: ignore[misc]
                                                              credentials="certs/")])
         trainer.fit(module, loader)
 
-    It works with automatic and with manual optimization; with several optimizers where the strategy shares updates.
+    It works with automatic and with manual optimization, the latter also with several optimizers.
 
     Args:
         address: HOST:PORT of the global server.
@@ -61,7 +61,7 @@ class WeightGradCallback(Callback):  # type: ignore[misc]
         """The site, while and after it trains."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join with the module and its optimizers; several need a strategy that shares updates."""
+        """Join with the module and its optimizers."""
         optimizers = list(trainer.optimizers)
         wrapped = trainer.strategy.model  # DistributedDataParallel, where Lightning averages gradients
         model = pl_module if wrapped is None else wrapped
@@ -75,10 +75,11 @@ class WeightGradCallback(Callback):  # type: ignore[misc]
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note the loss in the site's event log."""
+        """Note the loss, for the site's lines of progress and its trackers."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if self.site is not None and self.site.events is not None and loss is not None:
-            self.site.note(float(loss))
+        if self.site is not None and loss is not None:
+            # Lightning has divided it by the batches of a step, where it accumulates by itself.
+            self.site.note(loss * trainer.accumulate_grad_batches if pl_module.automatic_optimization else loss)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Tell the site that an epoch has ended."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.join import join
 from weightgrad.runtime.session import Site
+from weightgrad.runtime.site import present_sites
 
 try:
     from transformers import TrainerCallback
@@ -17,6 +19,9 @@ except ImportError as error:
     ) from error
 
 
+_MADE: weakref.WeakSet[Site] = weakref.WeakSet()
+
+
 class WeightGradCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Makes the process of a `Trainer` a rank of a site, from the beginning of `train()` to its end.
 
@@ -24,8 +29,9 @@ class WeightGradCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
                                                              credentials="certs/")])
         trainer.train()
 
-    When training begins, the model gets the weights of the global model; when it ends, it is the global model. If
-    training raises, the caller says so by `leave` or ends the process.
+    When training begins, the model gets the weights of the global model; when it ends, it is the global model. The
+    Trainer tells nobody of an error in `train()`: the site then leaves when the process ends, when `train()` is called
+    again, or when the caller says `callback.site.leave()`.
 
     Args:
         address: HOST:PORT of the global server.
@@ -67,7 +73,11 @@ class WeightGradCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         samples = self._samples
         if samples is None:
             samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        before = present_sites.find(self._address, self._name)
+        if before is not None and before in _MADE:  # its train() has ended by an error
+            before.__exit__(InterruptedError, InterruptedError(), None)
         self.site = join(self._address, site=self._name, **self._options)
+        _MADE.add(self.site)
         try:
             self.site.prepare(
                 kwargs["model"], kwargs["optimizer"], strategy=self._strategy, samples=samples, **self._prepare
@@ -77,7 +87,7 @@ class WeightGradCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             raise
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Note the loss in the site's event log."""
+        """Note the loss, for the site's lines of progress and its trackers."""
         if self.site is not None and logs is not None and isinstance(logs.get("loss"), (int, float)):
             self.site.note(float(logs["loss"]))
 

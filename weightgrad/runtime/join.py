@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weightgrad.errors import StrategyError
 from weightgrad.runtime.join_options import JoinOptions, check_download_codec, find_credentials
 from weightgrad.runtime.session import Site
+from weightgrad.runtime.site import present_sites
 
 
 def join(
@@ -52,12 +54,18 @@ def join(
         The site, which can be used as a context manager.
 
     Raises:
-        StrategyError: There are neither credentials nor `insecure`, or `insecure` is for another machine.
+        StrategyError: There are neither credentials nor `insecure`, or `insecure` is for another machine; or this site
+            trains in this process already.
         LinkError: `address` is not HOST:PORT.
         CredentialsError: The credentials cannot be read, have expired, or are not this site's.
         SpecError: `download_codec` is no codec, or one with a memory.
     """
     check_download_codec(download_codec)
+    if present_sites.find(address, site) is not None:
+        raise StrategyError(
+            f"{site} trains in this process already: join() was called before and leave() was not, as when a "
+            "notebook's cell is run again. Call leave() on the site that the first join() has returned, and then join"
+        )
     options = JoinOptions(
         address=address,
         site=site,

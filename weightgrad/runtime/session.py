@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from weightgrad.core import strategies
 from weightgrad.core.strategies import Strategy
-from weightgrad.errors import StrategyError
+from weightgrad.errors import LinkError, RefusedError, StrategyError
 from weightgrad.event_log import EventLog
 from weightgrad.runtime.checkpoints.checkpoint_files import newest_version
 from weightgrad.runtime.checkpoints.portable_state import PortableState
@@ -22,6 +24,7 @@ from weightgrad.runtime.join_options import JoinOptions
 from weightgrad.runtime.model.host_tensors import on_host
 from weightgrad.runtime.model.named_calls import NamedCalls
 from weightgrad.runtime.process_group import SiteGroup
+from weightgrad.runtime.site import present_sites
 from weightgrad.runtime.site.entry import Entry
 from weightgrad.runtime.site.model_listeners import ModelListeners
 from weightgrad.runtime.site.progress_log import show_by_default
@@ -194,6 +197,7 @@ class Site:
         self._training.begin(self._loaded)
         self._loaded = None
         self._listeners = ModelListeners(user, optimizer, self.name, self._training, self.group)
+        present_sites.add(self._options.address, self.name, self)
 
     def _kept_version(self) -> int:
         """The version of the global model from which this site can go on, on rank 0; -1 without one."""
@@ -288,12 +292,20 @@ class Site:
             raise StrategyError("track() belongs after prepare(): before it there is nothing to tell")
         self._training.track(tracker)
 
-    def note(self, loss: float) -> None:
+    def note(self, loss: float | Tensor) -> None:
         """Note the loss of the last step, for lines of progress, trackers, and the event log of a site with `state`.
 
         Args:
-            loss: The loss, a number.
+            loss: The loss: a number, or a tensor of one, which is read when a line is written, and not before.
+
+        Raises:
+            StrategyError: The tensor has several values.
         """
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise StrategyError(
+                f"note() was given a tensor of the shape {tuple(loss.shape)}; wanted the one loss of the step, such as "
+                "site.note(loss.mean())"
+            )
         if self._training is not None:
             self._training.note(loss)
 
@@ -342,22 +354,29 @@ class Site:
             self._abandon()
             return
         self._listeners.end_steps()
-        self._training.leave(flush=flush)
-        self._left = True
-        self._script_end.forget()
+        try:
+            self._training.leave(flush=flush, show_evaluated=self._listeners.show_evaluated)
+        except (LinkError, RefusedError):  # there is no session any more that could be left in order
+            self._abandon()
+            raise
+        self._has_left()
         self._listeners.release()
         self._training.rank_step.release()
         self._listeners.stop_copying()
         if self._entry is not None:
             self._entry.close()
 
+    def _has_left(self) -> None:
+        self._left = True
+        self._script_end.forget()
+        present_sites.remove(self._options.address, self.name, self)
+
     @on_host()
     def _abandon(self) -> None:
         """Leave without the residual and without the other ranks: before `prepare`, and after an error."""
         if self._left:
             return
-        self._left = True
-        self._script_end.forget()
+        self._has_left()
         if self._listeners is not None:
             self._listeners.release()
         if self._training is not None:

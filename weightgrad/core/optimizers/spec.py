@@ -25,6 +25,8 @@ _ELEMENTWISE = (
 )  # fmt: skip
 _NOT_FOR_OTHERS = ("params", "capturable")  # the latter is for CUDA graphs: a replica elsewhere has none
 
+TRAINING = "train_mode"
+"""The option in which schedule-free optimizers keep whether they train or show their weights for evaluation."""
 AT_SITES = "at_sites"
 """In the description of an optimizer: only sites can make it, and step with it."""
 
@@ -60,12 +62,15 @@ def allow_optimizer(path: str) -> type[Optimizer]:
     return found
 
 
-def _class_of(kind: str) -> type[Optimizer] | None:
+def _torchs(kind: str) -> type[Optimizer] | None:
     if kind in _OWN:
         return _OWN[kind]
     made = getattr(torch.optim, kind, None)
-    own = isinstance(made, type) and issubclass(made, Optimizer) and made is not Optimizer
-    return made if own else _allowed.get(kind)
+    return made if isinstance(made, type) and issubclass(made, Optimizer) and made is not Optimizer else None
+
+
+def _class_of(kind: str) -> type[Optimizer] | None:
+    return _torchs(kind) or _allowed.get(kind)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class OptimizerSpec:
         groups = []
         for group, rate in zip(optimizer.param_groups, base_rates_of(optimizer), strict=True):
             options = {k: v for k, v in group.items() if k in optimizer.defaults and k not in _NOT_FOR_OTHERS}
+            options |= {TRAINING: True} if TRAINING in options else {}  # whatever the mode here is, replicas step
             plain = {
                 k: _plain(kind.__name__, k, rate if k == "lr" else v)
                 for k, v in options.items()
@@ -151,6 +157,11 @@ class OptimizerSpec:
             remedy = "use the same torch" if path.startswith("torch.") else remedy
             raise StrategyError(f"no optimizer {kind!r} in torch.optim of torch {torch.__version__}; {remedy}")
         return OptimizerSpec(kind, groups, dtypes, bool(data.get("tensor_rate", False)), path)
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is an optimizer of torch, or one of this package that is like them."""
+        return _torchs(self.kind) is not None
 
     @property
     def needs_whole_tensors(self) -> bool:

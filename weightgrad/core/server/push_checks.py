@@ -26,13 +26,13 @@ class PushChecks:
     Attributes:
         guard: checks the values.
         described: the numbers among the options of the optimizer of the run, where gradients are shared.
-        elsewhere: whether only the sites can make this optimizer, so that it may write among its options.
+        torchs_own: whether it is one of torch's, which writes nothing among its options; any other may.
     """
 
     def __init__(self, plan: ServerStrategy, guard: Guard | None) -> None:
         self.guard = guard
         self.described: tuple[tuple[str, float], ...] = ()
-        self.elsewhere = False
+        self.torchs_own = True
         self._plan = plan
 
     def check_numbers(self, push: Push, *, pushed: int, closed: int, most_rate: float) -> None:
@@ -67,7 +67,7 @@ class PushChecks:
                 f"{who} with a learning rate of {push.rate:g}; the server takes at most {most_rate:g}, a hundred "
                 "times that of its recipe"
             )
-        numbers, own = push.options, not self.elsewhere
+        numbers, own = push.options, self.torchs_own
         if numbers and (why := problem_with(numbers, self.described, push.rate or 0.0, most_rate, own=own)):
             raise ProtocolError(f"{who} with {why}")
 

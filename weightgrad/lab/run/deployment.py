@@ -135,8 +135,7 @@ def train(
         set_rate(optimizer, rate(step))
         optimizer.step()
         optimizer.zero_grad()
-        if site.events is not None:
-            site.note(loss)
+        site.note(loss)
     if pacer is not None and site.events is not None:
         site.events.write(
             "compute", 0.0, site=name, steps=pacer.steps, late=pacer.late, late_seconds=pacer.late_seconds

@@ -56,8 +56,8 @@ class WeightWatch:
                 f"{moved[0]} is not what the last optimizer.step() has left: something has written to it since, and "
                 f"{self._strategy} shares gradients, so the other replicas would never see it. Clipping weights, "
                 "making a layer anew, model.half() and back, nn.Embedding(max_norm=...), an optimizer around another "
-                "(Lookahead) or with a mode for evaluation (schedule-free) do that. Put such a rule into the forward "
-                "pass (torch.nn.utils.parametrize), or take a strategy that shares updates, such as diloco(every=1)"
+                "(Lookahead, ScheduleFreeWrapper) do that. Put such a rule into the forward pass "
+                "(torch.nn.utils.parametrize), or take a strategy that shares updates, such as diloco(every=1)"
             )
 
     def _digests(self) -> list[int]:

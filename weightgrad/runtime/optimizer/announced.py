@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from weightgrad.core.optimizers.learning_rates import rates_of
 from weightgrad.core.optimizers.options import numbers_of
-from weightgrad.core.optimizers.spec import AT_SITES, OptimizerSpec
+from weightgrad.core.optimizers.spec import AT_SITES, TRAINING, OptimizerSpec
 from weightgrad.core.strategies import Strategy
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.optimizer.optimizer_set import set_of
@@ -127,8 +127,8 @@ class AnnouncedOptimizer:
             )
 
     def _switches(self) -> list[dict[str, Any]]:
-        """What is no number among the options of each group, and how many parameters it has."""
-        known = self._optimizer.defaults
+        """What is no number among the options of each group, nor the mode, and how many parameters it has."""
+        known = set(self._optimizer.defaults) - {TRAINING}
         return [
             {
                 "params": len(group["params"]),

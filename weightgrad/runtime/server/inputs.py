@@ -204,11 +204,11 @@ class ServerInputs:
         guard = self._guard or Guard(factor=1e9, share=1e9)
         coordinator = ServerCoordinator(strategy.for_server(), numel, guard)
         coordinator.elsewhere = bool((self._admission.optimizer or {}).get(AT_SITES))
-        coordinator.checks.elsewhere = coordinator.elsewhere
         if self._run_config.most_rate is not None:
             coordinator.most_rate = self._run_config.most_rate
         if strategy.shares == "gradients" and (self._admission.optimizer or {}).get("groups"):
-            coordinator.checks.described = OptimizerSpec.parse(self._admission.optimizer or {}, build=False).numbers()
+            spec = OptimizerSpec.parse(self._admission.optimizer or {}, build=False)
+            coordinator.checks.described, coordinator.checks.torchs_own = spec.numbers(), spec.is_torchs
         if coordinator.controller is not None:
             speed = codec_cost.measured_round_trip_bytes_s(strategy.wan_codec("up"))
             coordinator.controller.codec_bytes_s = speed

@@ -9,6 +9,7 @@ from typing import Any
 from weightgrad.runtime.model.load_guard import LoadGuard
 from weightgrad.runtime.model.state_dict_copies import copy_views
 from weightgrad.runtime.model.weight_watch import WeightWatch
+from weightgrad.runtime.optimizer.evaluation_mode import EvaluationMode
 from weightgrad.runtime.optimizer.stranger_steps import StrangerSteps
 from weightgrad.runtime.process_group import SiteGroup
 from weightgrad.runtime.site.named_models import SiteSteps
@@ -35,7 +36,7 @@ class ModelListeners:
         self._guard = LoadGuard(user.module, user.parameters)
         self._site, self._unshared = site, user.unshared
         self._steps = SiteSteps(training, len(user.optimizers))
-        gradients = training.strategy.shares == "gradients"
+        gradients = self._gradients = training.strategy.shares == "gradients"
         self._strangers = StrangerSteps(
             site,
             user.optimizers,
@@ -45,6 +46,7 @@ class ModelListeners:
             training.strategy,
         )
         self._weights = WeightWatch(user.parameters if gradients else [], training.strategy.name)
+        self._modes = [EvaluationMode(one, self._guard.check) for one in user.optimizers if EvaluationMode.has_one(one)]
         alone = len(user.optimizers) == 1
         self._hooks = [
             StepHooks(
@@ -70,9 +72,14 @@ class ModelListeners:
         Raises:
             StrategyError: The model has other weights than the last step has left.
         """
+        if self._gradients:
+            for mode in self._modes:
+                mode.train()
         self._guard.check()
         self._weights.check()
         self._steps.end()
+        if not self._gradients:
+            self.show_evaluated()
         if changed := self._unshared.changed():
             log.warning(
                 "%s: %s takes no part and has changed since prepare() (%d such parameters): it stays this site's own, "
@@ -82,8 +89,15 @@ class ModelListeners:
                 len(changed),
             )
 
+    def show_evaluated(self) -> None:
+        """Give the model the weights that optimizers with a mode for evaluation have for it."""
+        for mode in self._modes:
+            mode.eval()
+
     def release(self) -> None:
         """Let go of model and optimizers: from now on their steps are an error."""
+        for mode in self._modes:
+            mode.release()
         for hooks in self._hooks:
             hooks.leave()
         self._strangers.remove()

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weightgrad.units import show_bytes
+from torch import Tensor
+
+from weightgrad.units import show_bytes, show_seconds
 from weightgrad.wire.sync_schedule import SyncSchedule
 
 log = logging.getLogger("weightgrad")
@@ -68,8 +70,16 @@ class ProgressLog:
         self._first = self._last = self._mark(step)
         self._rate = 0.0  # steps a second, when a line was last written
         self._trackers: list[Tracker] = []
-        self.loss: float | None = None
+        self._loss: float | Tensor | None = None
+
+    @property
+    def loss(self) -> float | None:
         """The loss that was noted last."""
+        return None if self._loss is None else float(self._loss)
+
+    def note(self, loss: float | Tensor) -> None:
+        """Note a loss. A tensor is read when a line is written: reading one on a device waits for the device."""
+        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def _mark(self, step: int) -> _Mark:
         traffic = self._traffic
@@ -93,11 +103,12 @@ class ProgressLog:
         now = self._last
         seconds = now.at - last.at
         self._rate = (step - last.step) / seconds
+        loss = self.loss
         log.info(
             "%s: step %d%s, %.3g steps/s; %s up, %s down, %.0f %% of the time waiting%s%s",
             self._site,
             step,
-            "" if self.loss is None else f", loss {self.loss:.4g}",
+            "" if loss is None else f", loss {loss:.4g}",
             self._rate,
             show_bytes(now.up_bytes - last.up_bytes),
             show_bytes(now.down_bytes - last.down_bytes),
@@ -115,6 +126,25 @@ class ProgressLog:
             except Exception as error:  # whatever a logger does, training goes on
                 self._trackers.remove(tracker)
                 log.warning("%s: %r raised %r and gets no more numbers", self._site, tracker, error)
+
+    def leaves(self, step: int) -> None:
+        """Log how the site has done from the first step to the last.
+
+        Args:
+            step: The steps done.
+        """
+        now, first, loss = self._mark(step), self._first, self.loss
+        seconds = max(now.at - first.at, 1e-9)
+        log.info(
+            "%s leaves after step %d%s; %s up, %s down in %s, %.0f %% of the time waiting",
+            self._site,
+            step,
+            "" if loss is None else f", loss {loss:.4g}",
+            show_bytes(now.up_bytes),
+            show_bytes(now.down_bytes),
+            show_seconds(seconds),
+            100 * (now.waited - first.waited) / seconds,
+        )
 
     def stats(self, step: int, version: int, schedule: SyncSchedule | None) -> dict[str, Any]:
         """The numbers of the line, since the site joined.

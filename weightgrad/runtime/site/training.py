@@ -8,11 +8,12 @@ is all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weightgrad.core import pieces
 from weightgrad.core.global_model import segments_of
@@ -321,12 +322,12 @@ class SiteTraining:
 
     # -- what users say -----------------------------------------------------------------------
 
-    def note(self, loss: float) -> None:
+    def note(self, loss: float | Tensor) -> None:
         """Note the loss of the last step, for lines of progress and, where there is one, for the event log."""
         if self._progress is not None:
-            self._progress.loss = loss
+            self._progress.note(loss)
         if self._events is not None:
-            self._events.write("step", self.connection.now, site=self.name, step=self.steps, loss=loss)
+            self._events.write("step", self.connection.now, site=self.name, step=self.steps, loss=float(loss))
 
     def stats(self) -> dict[str, Any]:
         """How the site is doing, on rank 0; on other ranks the steps they have done."""
@@ -354,13 +355,11 @@ class SiteTraining:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def leave(self, *, flush: bool = True) -> None:
-        """Send the residual, wait until the global model has it, and say goodbye.
+    def leave(self, *, flush: bool = True, show_evaluated: Callable[[], None] = lambda: None) -> None:
+        """Send the residual if `flush`, wait until the global model has it, and say goodbye.
 
         The model becomes the global one; quantized, where the strategy is judged by quantized weights.
-
-        Args:
-            flush: Whether the residual is sent.
+        `show_evaluated` gives it those for evaluation, where its optimizer has other ones for that.
         """
         if self.leader is not None:
             leader = self.leader
@@ -375,13 +374,14 @@ class SiteTraining:
         if self.checkpoint is not None:
             self.checkpoint.write(self.steps, self.coordinator)
             self.checkpoint.wait()
+        show_evaluated()
         departure.hand_over(self._reply.seed, self.coordinator)
         if self.leader is not None:
             self.connection.send_control(Leave(site=self.name))
         departure.write(self._events, self.name, self.waited)
         self.connection.close()
-        if self.leader is not None:
-            log.info("%s leaves", self.name)
+        if self._progress is not None:
+            self._progress.leaves(self.steps)
 
     def abandon(self) -> None:
         """Tell the server that this site is gone, without its residual and without the other ranks.
