@@ -12,8 +12,9 @@ import pytest
 
 from weightgrad.errors import WeightGradError
 from weightgrad.runtime.transport import grpc_questions, grpc_server
-from weightgrad.runtime.transport.channels import MEASURE
+from weightgrad.runtime.transport.channels import ENTER, MEASURE
 from weightgrad.runtime.transport.grpc_sessions import TransportLimits
+from weightgrad.runtime.transport.grpc_settings import CALLS_PER_CONNECTION
 
 from .grpc_harness import place, site
 from .harness import LIMA, OSLO, TIMEOUT_S, receive, until
@@ -95,3 +96,38 @@ def test_a_measurement_that_never_ends_takes_nobody_s_place(monkeypatch: pytest.
             assert ended.value.code() is grpc.StatusCode.CANCELLED
         silent.set()
         assert list(measure(iter([json.dumps({"down": 0.1}).encode()])))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [b"[" * 100_000, b'{"down": ' + b"[" * 50_000, b'{"down": 1' + b"0" * 400 + b"}", b'{"up": ' + b"1" * 5000 + b"}"],
+    ids=["deep", "deeper", "large", "long"],
+)
+def test_a_measurement_that_cannot_be_read_is_no_error_of_the_server(first: bytes) -> None:
+    with place() as hub, grpc.insecure_channel(hub.address) as channel:
+        hub.server.answer_with(_Anybody())
+        with pytest.raises(grpc.RpcError, match="a measurement that cannot be read") as ended:
+            list(channel.stream_stream(MEASURE)(iter([first])))
+        assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_calls_whose_requests_never_come_take_few_threads() -> None:
+    """Each has a thread as soon as it begins, and a site may have hundreds of connections."""
+    silent = threading.Event()
+
+    def nothing() -> Any:
+        silent.wait(TIMEOUT_S)
+        yield from ()
+
+    with place() as hub, grpc.insecure_channel(hub.address) as channel, site(hub.address, here=True) as oslo:
+        before = sum(thread.name == "grpc-call" for thread in threading.enumerate())
+        calls = [channel.stream_unary(ENTER).future(nothing()) for _ in range(5 * CALLS_PER_CONNECTION)]
+        until(lambda: sum(thread.name == "grpc-call" for thread in threading.enumerate()) > before)
+        time.sleep(0.5)
+        oslo.send(b"still there")
+        until(lambda: hub.got[OSLO] == [b"still there"])
+        waiting = sum(thread.name == "grpc-call" for thread in threading.enumerate()) - before
+        silent.set()
+        for call in calls:
+            call.cancel()
+        assert 0 < waiting <= CALLS_PER_CONNECTION + 5, "and the five streams of the site"

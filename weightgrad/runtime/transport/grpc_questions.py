@@ -135,7 +135,7 @@ def _measure(requests: Iterator[bytes]) -> Iterator[bytes]:
         wanted = json.loads(next(requests, b"{}"))
         (way, seconds), *more = wanted.items()
         seconds = float(seconds)
-    except (ValueError, TypeError, AttributeError, grpc.RpcError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, grpc.RpcError) as error:
         raise ProtocolError(f"a measurement that cannot be read ({error!r})") from None
     if way not in ("up", "down") or more or not 0 < seconds <= MOST_SECONDS:
         raise ProtocolError(f"a measurement of {wanted!r}; wanted up or down, and at most {MOST_SECONDS:g} s")
