@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from weightgrad.errors import WeightGradError
+from weightgrad.errors import CredentialsError, WeightGradError
 from weightgrad.runtime.transport import grpc_questions, grpc_server
-from weightgrad.runtime.transport.channels import ENTER, MEASURE
+from weightgrad.runtime.transport.channels import ASK, ENTER, MEASURE
 from weightgrad.runtime.transport.grpc_sessions import TransportLimits
 from weightgrad.runtime.transport.grpc_settings import CALLS_PER_CONNECTION
 
@@ -131,3 +131,19 @@ def test_calls_whose_requests_never_come_take_few_threads() -> None:
         for call in calls:
             call.cancel()
         assert 0 < waiting <= CALLS_PER_CONNECTION + 5, "and the five streams of the site"
+
+
+def test_questions_that_are_not_answered_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Nobody(_Anybody):
+        def check_caller(self, caller: Any) -> None:
+            raise CredentialsError("the certificate is revoked")
+
+    caplog.set_level("INFO")
+    with place() as hub, grpc.insecure_channel(hub.address) as channel:
+        hub.server.answer_with(Nobody())
+        asked = 0
+        while asked < 100:
+            with pytest.raises(grpc.RpcError) as refusal:
+                channel.unary_unary(ASK)(b"{}")
+            asked += refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED  # or too many at once on one connection
+    assert 1 <= caplog.text.count("was not answered") < 60
