@@ -18,6 +18,7 @@ from weightgrad.core.global_model import digest_of
 from weightgrad.core.strategies import find
 from weightgrad.errors import CheckpointError
 from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.checkpoints import snapshot
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import storage as server_storage
 from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
@@ -190,9 +191,16 @@ def test_a_snapshot_is_never_ahead_of_its_log(tmp_path: Path, monkeypatch: pytes
     storage = ServerStorage(tmp_path)
     storage.append(Input.CONTROL, 0.0, b"not synced")
     done: list[str] = []
-    fsync, write = os.fsync, server_storage.snapshot.write
-    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("sync"), fsync(handle))[1])
-    monkeypatch.setattr(server_storage.snapshot, "write", lambda *given: (done.append("write"), write(*given))[1])
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            done.append(name)
+            return work(*arguments)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", noted("sync", os.fsync))
+    monkeypatch.setattr(snapshot, "write", noted("write", snapshot.write))
     storage.write({"vector": torch.zeros(1)}, {}, storage.last, wait=True)
     assert done[:2] == ["sync", "write"]
     storage.close()
