@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from typing import Any
@@ -114,24 +115,37 @@ def test_a_measurement_that_cannot_be_read_is_no_error_of_the_server(first: byte
 
 def test_calls_whose_requests_never_come_take_few_threads() -> None:
     """Each has a thread as soon as it begins, and a site may have hundreds of connections."""
-    silent = threading.Event()
 
-    def nothing() -> Any:
-        silent.wait(TIMEOUT_S)
-        yield from ()
+    def waiting() -> int:
+        return sum(thread.name == "grpc-call" for thread in threading.enumerate())
 
-    with place() as hub, grpc.insecure_channel(hub.address) as channel, site(hub.address, here=True) as oslo:
-        before = sum(thread.name == "grpc-call" for thread in threading.enumerate())
-        calls = [channel.stream_unary(ENTER).future(nothing()) for _ in range(5 * CALLS_PER_CONNECTION)]
-        until(lambda: sum(thread.name == "grpc-call" for thread in threading.enumerate()) > before)
-        time.sleep(0.5)
-        oslo.send(b"still there")
-        until(lambda: hub.got[OSLO] == [b"still there"])
-        waiting = sum(thread.name == "grpc-call" for thread in threading.enumerate()) - before
-        silent.set()
-        for call in calls:
-            call.cancel()
-        assert 0 < waiting <= CALLS_PER_CONNECTION + 5, "and the five streams of the site"
+    with place() as hub, site(hub.address, here=True) as oslo:
+        until(lambda: hub.server.sessions()[OSLO].streams == 5)
+        until(lambda: waiting() == 5)
+        with socket.create_connection(("127.0.0.1", hub.server.port)) as stranger:
+            stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
+            for number in range(5 * CALLS_PER_CONNECTION):
+                stranger.sendall(frame(1, 4, 1 + 2 * number, b"\x83\x86" + CALL))
+            until(lambda: waiting() > 5)
+            oslo.send(b"still there")
+            until(lambda: hub.got[OSLO] == [b"still there"])
+            time.sleep(0.5)
+            assert 5 < waiting() <= 5 + CALLS_PER_CONNECTION
+
+
+def text(value: bytes) -> bytes:
+    """A short text in HPACK."""
+    return bytes([len(value)]) + value
+
+
+CALL = b"\x04" + text(ENTER.encode()) + b"\x01" + text(b"localhost")
+CALL += b"\0" + text(b"content-type") + text(b"application/grpc") + b"\0" + text(b"te") + text(b"trailers")
+"""The path, host and headers of a call of gRPC."""
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 def test_questions_that_are_not_answered_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
