@@ -14,7 +14,7 @@ from torch import nn
 
 from weightgrad.core.optimizers.spec import OptimizerSpec
 from weightgrad.core.strategies import find
-from weightgrad.errors import LinkError, RefusedError, WeightGradError
+from weightgrad.errors import LinkError, ProtocolError, RefusedError, WeightGradError
 from weightgrad.runtime.admission_messages import AdmissionRequest, RankRequest
 from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.run_config import RunConfig
@@ -114,3 +114,52 @@ def test_a_rank_that_enters_again_and_again_has_to_wait() -> None:
         asked.enter(again)
     with pytest.raises(LinkError, match="east rank 1 enters more often than twice a second"):
         asked.enter(again)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": [["weight", [10**4000] * 2]]},
+        {"layout": [["weight", [2**62] * 200]]},
+        {"layout": [["weight", [1] * 100_000]]},
+        {"version": 10**4000},
+        {"samples": 2**63},
+        {"epoch": -(2**64)},
+    ],
+    ids=["product", "size", "sides", "version", "samples", "epoch"],
+)
+def test_a_number_too_long_to_print_is_a_refusal(changes: dict[str, Any]) -> None:
+    """Their product has more digits than Python turns into text: the error of the refusal raised another one."""
+    asked = admission("weightgrad", "east", "west")
+    with pytest.raises(ProtocolError, match="invalid field"):
+        enter(asked, request("west", **changes), "west")
+    assert enter(asked, request("east"), "east")
+
+
+def test_a_long_request_counts_as_several() -> None:
+    """Reading tens of thousands of names takes a second or so, and other sites wait for it."""
+    now = 0.0
+    asked = admission("weightgrad", "east", "west")
+    asked._entries = RateLimiter(per_s=2.0, burst=12, clock=lambda: now)
+    said = request("east", layout=[[f"weight.{number}", [1]] for number in range(30_000)])
+    at_once = enter_often(asked, said, 12)
+    assert 1 < at_once <= 12 / (len(json.dumps(said)) / (1 << 18))
+    with suppress(RefusedError):  # another model; but it is another site's share
+        enter(asked, request("west"), "west")
+    entered = 0
+    for _ in range(8):  # it tries again and again: that must not take its share away
+        now += 0.5
+        entered += enter_often(asked, said, 1)
+    assert 1 <= entered < 8
+
+
+def enter_often(to: Admission, said: dict[str, Any], times: int) -> int:
+    """How often a site may enter of so many times."""
+    entered = 0
+    for _ in range(times):
+        try:
+            enter(to, said, "east")
+        except LinkError:
+            continue
+        entered += 1
+    return entered

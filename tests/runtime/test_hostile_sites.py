@@ -347,6 +347,18 @@ def test_a_name_cannot_forge_a_line_of_the_log(made: Path, caplog: pytest.LogCap
         assert hub.server.status()["healthy"]
 
 
+def test_a_long_text_of_a_site_is_not_a_long_line_of_the_log(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A megabyte in each line about it would fill the disk."""
+    caplog.set_level("INFO")
+    with Hub(quick(), certs=made) as hub, hand(hub, "east", made), hand(hub, "west", made, enter=False) as west:
+        with pytest.raises(RefusedError):
+            enter(west, [("long" * 100_000, [1])])
+        assert "longlong" in caplog.text
+        assert max(len(record.getMessage()) for record in caplog.records) < 5000
+        hub.server.telemetry.refused_update("west", "long" * 100_000)
+        assert max(len(record.getMessage()) for record in caplog.records) < 5000
+
+
 def test_a_site_whose_sessions_are_ended_again_and_again_has_to_wait(made: Path) -> None:
     with Hub(quick(), certs=made) as hub, hand(hub, "east", made) as east:
         for _ in range(3):

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -353,6 +354,31 @@ def test_a_handshake_that_fails_is_on_the_servers_stderr_if_asked_for(own: Path,
         "CERTIFICATE_VERIFY_FAILED: certificate has expired",
     ):
         assert words in text
+
+
+def test_handshakes_that_fail_fill_no_log_unless_it_is_asked_for(own: Path, tmp_path: Path) -> None:
+    """gRPC has no limit for its lines about them, and strangers may have millions fail."""
+    address = f"127.0.0.1:{free_port()}"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    with open(tmp_path / "stderr", "wb") as printed:
+        command = [sys.executable, "-c", SERVER, str(own), address]
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=printed)
+    try:
+        channels = GrpcChannels(
+            address, credentials=unchecked(own / "sites/east").for_client(), options=channel_options()
+        )
+        client = GrpcClient(channels, site="east", incarnation=1)
+        with suppress(LinkError):
+            client.enter(b"", PATIENCE_S)  # it is there
+        client.close(0.0)
+        host, port = address.split(":")
+        for _ in range(20):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                stranger.recv(100)
+    finally:
+        server.communicate(timeout=PATIENCE_S)
+    assert "Handshake failed" not in (tmp_path / "stderr").read_text()
 
 
 def test_with_a_revoked_certificate(own: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from weightgrad.core.global_model import digest_of
 from weightgrad.core.strategies import find
 from weightgrad.errors import CheckpointError
 from weightgrad.runtime.admission_messages import AdmissionRequest
+from weightgrad.runtime.checkpoints import snapshot
 from weightgrad.runtime.run_config import RunConfig
 from weightgrad.runtime.server import storage as server_storage
 from weightgrad.runtime.server.global_server import GlobalServer, ServeOptions
@@ -105,6 +106,103 @@ def test_the_inputs_of_another_run_are_forgotten(tmp_path: Path) -> None:
     storage.append(Input.CONTROL, 1.0, b"new")
     storage.sync()
     assert [bytes(one.data) for _, one in storage.records()] == [b"new"]
+    storage.close()
+
+
+def with_a_state(directory: Path) -> ServerStorage:
+    """Two snapshots with an open push before each, and an input since."""
+    storage = ServerStorage(directory)
+    for number in range(1, 4):
+        position = storage.append(Input.BULK, float(number), b"of an open push")
+        storage.append(Input.CONTROL, float(number), b"in the snapshot")
+        storage.write({"vector": torch.tensor([float(number)])}, {}, position - 1, wait=True)
+    storage.append(Input.CONTROL, 9.0, b"since")
+    storage.close()
+    return storage
+
+
+def cut_short(state: Path, other: Path) -> None:
+    (log,) = state.glob("inputs-*.log")
+    os.truncate(log, log.stat().st_size - 100)
+
+
+def gone(state: Path, other: Path) -> None:
+    (log,) = state.glob("inputs-*.log")
+    log.unlink()
+
+
+def of_another_run(state: Path, other: Path) -> None:
+    (log,) = state.glob("inputs-*.log")
+    log.unlink()
+    with_a_state(other)
+    shutil.copy(next(other.glob("inputs-*.log")), state)
+
+
+def newer_than_the_snapshot(state: Path, other: Path) -> None:
+    """A snapshot from a backup, and a log that was cut since."""
+    shutil.copytree(state / "state-000000000002", other)
+    storage = ServerStorage(state)
+    assert storage.load() is not None
+    storage.append(Input.CONTROL, 9.0, b"later")
+    for _ in range(2):
+        storage.write({"vector": torch.zeros(1)}, {}, storage.last, wait=True)
+    storage.close()
+    for path in state.glob("state-*"):
+        shutil.rmtree(path)
+    shutil.copytree(other, state / "state-000000000002")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (cut_short, r"the log ends with input 5, and state-000000000003 was written after input 6"),
+        (gone, r"the log is another one than that of state-000000000003"),
+        (of_another_run, r"the log is another one than that of state-000000000003"),
+        (newer_than_the_snapshot, r"the log begins with input 9, and state-000000000002 needs those from 3 on"),
+    ],
+)
+def test_a_log_that_does_not_belong_to_the_snapshot_is_refused(
+    change: Callable[[Path, Path], None], says: str, tmp_path: Path
+) -> None:
+    """Inputs would be missing without a word: those that are gone, and new ones with positions of old ones."""
+    state = tmp_path / "state"
+    with_a_state(state)
+    change(state, tmp_path / "other")
+    again = ServerStorage(state)
+    with pytest.raises(CheckpointError, match=says):
+        again.load()
+    again.close()
+
+
+def test_the_advice_for_a_log_that_was_cut_works(tmp_path: Path) -> None:
+    with_a_state(tmp_path)
+    cut_short(tmp_path, tmp_path)
+    shutil.rmtree(tmp_path / "state-000000000003")
+    again = ServerStorage(tmp_path)
+    found = again.load()
+    assert found is not None
+    assert found.tensors["vector"].tolist() == [2.0]
+    assert [position for position, _ in again.records()] == [3, 4, 5]
+    again.close()
+
+
+def test_a_snapshot_is_never_ahead_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash may take inputs that were not synced; their positions are given again, to others."""
+    storage = ServerStorage(tmp_path)
+    storage.append(Input.CONTROL, 0.0, b"not synced")
+    done: list[str] = []
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            done.append(name)
+            return work(*arguments)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", noted("sync", os.fsync))
+    monkeypatch.setattr(snapshot, "write", noted("write", snapshot.write))
+    storage.write({"vector": torch.zeros(1)}, {}, storage.last, wait=True)
+    assert done[:2] == ["sync", "write"]
     storage.close()
 
 

@@ -18,6 +18,8 @@ from weightgrad.wire.versions import HANDSHAKE_VERSION
 MOST_RANKS = 4096
 """How many ranks a site can have."""
 
+_MOST_SIDES = 64  # of a tensor; torch has as many
+
 APART = "apart"
 """In the description of an optimizer: why its site cannot share gradients."""
 
@@ -134,7 +136,8 @@ def parse_request(data: bytes) -> AdmissionRequest:
         request = AdmissionRequest(**{**found, "layout": layout})
         sides = [side for _, shape in layout for side in shape]
         counts = (request.version, request.epoch, request.samples, request.workers)
-        valid = all(side >= 0 for side in sides) and all(isinstance(count, int) for count in counts)
+        valid = all(0 <= side < 2**63 for side in sides) and all(len(shape) <= _MOST_SIDES for _, shape in layout)
+        valid = valid and all(isinstance(count, int) and -(2**63) <= count < 2**63 for count in counts)
         valid = valid and 1 <= request.workers <= MOST_RANKS and _is_words(request.frozen)
         valid = valid and not any(isinstance(count, bool) for count in counts)
         valid = valid and (request.optimizer is None or isinstance(request.optimizer, dict))

@@ -20,7 +20,7 @@ class RateLimiter:
         self._left: dict[Hashable, tuple[float, float]] = {}  # tokens, and when they were counted
 
     def try_take(self, peer: Hashable, cost: float = 1.0) -> bool:
-        """Count an action of a peer; False if it has had its share.
+        """Count an action of a peer; False, and nothing is counted, if it has had its share.
 
         Args:
             peer: who acts.
@@ -29,8 +29,9 @@ class RateLimiter:
         now = self._clock()
         tokens, at = self._left.get(peer, (float(self._burst), now))
         tokens = min(self._burst, tokens + (now - at) * self._per_s)
-        self._left[peer] = max(0.0, tokens - cost), now
-        return tokens >= cost
+        enough = tokens >= cost
+        self._left[peer] = tokens - cost if enough else tokens, now
+        return enough
 
     def forget(self) -> None:
         """Everybody has all of its share again."""

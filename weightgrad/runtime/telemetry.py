@@ -26,7 +26,7 @@ from weightgrad.core.site.coordinator import SiteCoordinator
 from weightgrad.event_log import EventLog, read
 from weightgrad.kernels.moments import moments
 from weightgrad.runtime.metrics import ServerMetrics, SiteMetrics
-from weightgrad.runtime.one_line import OneLine
+from weightgrad.runtime.one_line import OneLine, shortened
 from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.transport.transport import LinkEvent
 from weightgrad.units import show_bytes
@@ -223,7 +223,7 @@ class Telemetry:
         self.metrics.refused_updates_total.labels(site=site).inc()
         if self._lines.try_take(("update", site)):
             server_log.error("an update of %s was refused: %s", site, why)
-            self.write("refused", site=site, why=why)
+            self.write("refused", site=site, why=shortened(why))
 
     def limited_update(self, site: str, why: str) -> None:
         """Note that an update of a site counts only in part."""

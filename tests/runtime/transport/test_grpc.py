@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from weightgrad.errors import CredentialsError, LinkError, RefusedError
+from weightgrad.runtime.server.peer_check import PeerCheck
+from weightgrad.runtime.server.roster import Roster
 from weightgrad.runtime.transport.channels import STREAM
 from weightgrad.runtime.transport.grpc_sessions import TokenBucket, TransportLimits
 from weightgrad.runtime.transport.grpc_settings import (
@@ -318,12 +320,12 @@ class Authority:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
         self.pem = self._sign(self._name, self._key, x509.BasicConstraints(ca=True, path_length=None))
 
-    def issue(self, name: str) -> tuple[bytes, bytes]:
+    def issue(self, *names: str) -> tuple[bytes, bytes]:
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names])
         form = serialization.PrivateFormat.PKCS8
         private = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-        return private, self._sign(subject, key, x509.SubjectAlternativeName([x509.DNSName(name)]))
+        return private, self._sign(subject, key, x509.SubjectAlternativeName([x509.DNSName("server")]))
 
     def _sign(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType) -> bytes:
         now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
@@ -354,6 +356,26 @@ def test_mutual_tls_tells_who_it_is() -> None:
             stranger = site(host.address, start=False, server_name_override="server", credentials=wrong)
             with stranger as client, pytest.raises(LinkError, match="certificates"):
                 client.enter(b"", 0.5)
+
+
+@pytest.mark.parametrize(
+    "names", [("oslo\0lima",), ("oslo", "lima"), ("lima", "oslo"), (), ("Oslo",), ("oslo ",)], ids=str
+)
+def test_a_certificate_whose_name_only_looks_like_a_site(names: tuple[str, ...]) -> None:
+    """gRPC cuts a name at a zero byte, and takes the first of several."""
+    authority = Authority()
+    server = grpc.ssl_server_credentials([authority.issue("server")], authority.pem, True)
+    key, certificate = authority.issue(*names)
+    strange = grpc.ssl_channel_credentials(authority.pem, key, certificate)
+    peers = PeerCheck(Roster(["oslo", "lima"]), secure=True)
+    with place(credentials=server) as host:
+        host.check = peers.check
+        with (
+            site(host.address, start=False, server_name_override="server", credentials=strange) as client,
+            pytest.raises(RefusedError, match=r"not of 'oslo'|common names"),
+        ):
+            client.enter(b"", TIMEOUT_S)
+        assert host.entries == []
 
 
 # -- the end ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from weightgrad.errors import WeightGradError
+from weightgrad.errors import CredentialsError, WeightGradError
+from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.transport import grpc_questions, grpc_server
-from weightgrad.runtime.transport.channels import MEASURE
+from weightgrad.runtime.transport.channels import ASK, ENTER, MEASURE
 from weightgrad.runtime.transport.grpc_sessions import TransportLimits
+from weightgrad.runtime.transport.grpc_settings import CALLS_PER_CONNECTION
 
 from .grpc_harness import place, site
 from .harness import LIMA, OSLO, TIMEOUT_S, receive, until
@@ -95,3 +98,66 @@ def test_a_measurement_that_never_ends_takes_nobody_s_place(monkeypatch: pytest.
             assert ended.value.code() is grpc.StatusCode.CANCELLED
         silent.set()
         assert list(measure(iter([json.dumps({"down": 0.1}).encode()])))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [b"[" * 100_000, b'{"down": ' + b"[" * 50_000, b'{"down": 1' + b"0" * 400 + b"}", b'{"up": ' + b"1" * 5000 + b"}"],
+    ids=["deep", "deeper", "large", "long"],
+)
+def test_a_measurement_that_cannot_be_read_is_no_error_of_the_server(first: bytes) -> None:
+    with place() as hub, grpc.insecure_channel(hub.address) as channel:
+        hub.server.answer_with(_Anybody())
+        with pytest.raises(grpc.RpcError, match="a measurement that cannot be read") as ended:
+            list(channel.stream_stream(MEASURE)(iter([first])))
+        assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_calls_whose_requests_never_come_take_few_threads() -> None:
+    """Each has a thread as soon as it begins, and a site may have hundreds of connections."""
+
+    def waiting() -> int:
+        return sum(thread.name == "grpc-call" for thread in threading.enumerate())
+
+    with place() as hub, site(hub.address, here=True) as oslo:
+        until(lambda: hub.server.sessions()[OSLO].streams == 5)
+        until(lambda: waiting() == 5)
+        with socket.create_connection(("127.0.0.1", hub.server.port)) as stranger:
+            stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
+            for number in range(5 * CALLS_PER_CONNECTION):
+                stranger.sendall(frame(1, 4, 1 + 2 * number, b"\x83\x86" + CALL))
+            until(lambda: waiting() > 5)
+            oslo.send(b"still there")
+            until(lambda: hub.got[OSLO] == [b"still there"])
+            time.sleep(0.5)
+            assert 5 < waiting() <= 5 + CALLS_PER_CONNECTION
+
+
+def text(value: bytes) -> bytes:
+    """A short text in HPACK."""
+    return bytes([len(value)]) + value
+
+
+CALL = b"\x04" + text(ENTER.encode()) + b"\x01" + text(b"localhost")
+CALL += b"\0" + text(b"content-type") + text(b"application/grpc") + b"\0" + text(b"te") + text(b"trailers")
+"""The path, host and headers of a call of gRPC."""
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def test_questions_that_are_not_answered_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Nobody(_Anybody):
+        def check_caller(self, caller: Any) -> None:
+            raise CredentialsError("the certificate is revoked")
+
+    caplog.set_level("INFO")
+    with place() as hub, grpc.insecure_channel(hub.address) as channel:
+        hub.server.answer_with(Nobody())
+        hub.server._questions._lines = RateLimiter(per_s=1e-9, burst=3)
+        for _ in range(10):
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(ASK)(b"{}")
+    assert 1 <= caplog.text.count("was not answered") <= 3

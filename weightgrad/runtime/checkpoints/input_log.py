@@ -73,6 +73,11 @@ class InputLog:
         return self._files[-1].last
 
     @property
+    def log_id(self) -> str:
+        """What its files have in common, and no other log has."""
+        return self._files[0].log_id.hex()
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all files."""
         return sum(file.nbytes for file in self._files)

@@ -31,7 +31,19 @@ def serial_of(pem: bytes) -> int:
 
 def name_of(pem: bytes) -> str:
     """The common name in a certificate, which is the name of the site."""
-    names = parse(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return common_name(parse(pem))
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """The one common name of a certificate.
+
+    Raises:
+        CredentialsError: it has none, or several, or cannot be read.
+    """
+    try:
+        names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    except ValueError as error:
+        raise CredentialsError(f"a certificate whose subject cannot be read ({error})") from None
     if len(names) != 1:
         raise CredentialsError(f"a certificate with {len(names)} common names; wanted one, the name of the site")
     return str(names[0].value)

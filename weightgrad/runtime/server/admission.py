@@ -41,6 +41,7 @@ from weightgrad.runtime.transport.transport import EntryRequest
 log = logging.getLogger("weightgrad.serve")
 
 _MAX_NUMEL = 1 << 40
+_ENTRY_BYTES = 1 << 18  # of a request count as one more: reading the names of many parameters takes long
 
 
 class Admission:
@@ -116,7 +117,7 @@ class Admission:
         try:
             if entry.rank:
                 return self._enter_rank(entry)
-            if not self._entries.try_take(entry.site):
+            if not self._entries.try_take(entry.site, 1 + len(entry.request) / _ENTRY_BYTES):
                 raise LinkError(f"{entry.site} enters more often than twice a second; try again")
             request = parse_request(entry.request)
         except ProtocolError:

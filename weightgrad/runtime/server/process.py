@@ -342,7 +342,6 @@ class ServerProcess:
             "unready": self.serving.unready(),
             "cut_for": cut_for,
             "open": [[site, round_, began] for (site, round_), began in sorted(open_pushes.items())],
-            "end": self.storage.last,
         }
         tensors = {**with_prefix("shard.", self.serving.shard.state()), **with_prefix("process.", more)}
         self.storage.write(tensors, {**facts, **own}, position, wait=wait)
@@ -355,7 +354,7 @@ class ServerProcess:
         for name, ranks in found.facts.get("cut_for", {}).items():
             shard.set_holdings(name, [_intervals(spans) for spans in ranks])
         self._open = {(site, round_): began for site, round_, began in found.facts.get("open", ())}
-        self._snapshot_end = int(found.facts.get("end", 0))
+        self._snapshot_end = int(found.facts["end"])
         self.serving = self._serve(shard)
         self.serving.restore_unready(found.facts.get("unready", {}))
         self.serving.restore_holdings(

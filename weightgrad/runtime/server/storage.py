@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from weightgrad.errors import CheckpointError
 from weightgrad.runtime.checkpoints import snapshot
 from weightgrad.runtime.checkpoints.durable_files import BackgroundWriter
 from weightgrad.runtime.checkpoints.input_log import InputLog, LogRecord
@@ -65,13 +66,36 @@ class ServerStorage:
         """Read the newest snapshot; None if the process has never had a state.
 
         Raises:
-            CheckpointError: every snapshot is damaged.
+            CheckpointError: every snapshot is damaged, or the log is not the one that belongs to it.
         """
         found = snapshot.newest(self._directory, _NAME)
         if found is not None:
+            self._check_log(found)
             self._number, self._position = found.number, int(found.facts["position"])
             self._state_bytes = sum(tensor.nbytes for tensor in found.tensors.values())
         return found
+
+    def _check_log(self, found: Snapshot) -> None:
+        """That the log is of this run and has everything since the snapshot.
+
+        Otherwise inputs would be missing without a word: those of a file that is gone, and those that are yet to come
+        with positions that the snapshot has already.
+        """
+        position, end = int(found.facts["position"]), int(found.facts["end"])
+        name = f"{_NAME}-{found.number:012d}"
+        if self._log.log_id != found.facts["log"]:
+            what = f"the log is another one than that of {name}"
+        elif self._log.first > position + 1:
+            what = f"the log begins with input {self._log.first}, and {name} needs those from {position + 1} on"
+        elif self._log.last < end:
+            what = f"the log ends with input {self._log.last}, and {name} was written after input {end}"
+        else:
+            return
+        raise CheckpointError(
+            f"{self._directory}: {what}. Restore {_NAME}-* and {_LOG}-* from one backup. If there is none, remove "
+            f"{name}: the server goes on from the snapshot before it, and if there is none either, from the beginning; "
+            "remove the states of sites that are ahead then"
+        )
 
     def records(self) -> Iterator[tuple[int, LogRecord]]:
         """The inputs since the snapshot that `load` returned, with their positions."""
@@ -118,11 +142,13 @@ class ServerStorage:
             wait: whether to return only when it is on the disk; otherwise `settle` waits.
 
         Raises:
-            CheckpointError: it, or the snapshot before, could not be written.
+            CheckpointError: it, the snapshot before or the log could not be written.
         """
         self._number, self._position = self._number + 1, position
         self._state_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        number, known = self._number, {**facts, "position": position}
+        self._log.sync()  # a snapshot must not be ahead of its log
+        belongs = {"position": position, "end": self._log.last, "log": self._log.log_id}
+        number, known = self._number, {**facts, **belongs}
 
         def work() -> None:
             began = time.monotonic()

@@ -15,7 +15,7 @@ import grpc
 from weightgrad.errors import LinkError
 from weightgrad.runtime.transport.channels import SERVICE, Options
 from weightgrad.runtime.transport.connection_gate import raise_file_limit
-from weightgrad.runtime.transport.grpc_settings import MAX_STREAMS, Keepalive, common_options
+from weightgrad.runtime.transport.grpc_settings import CALLS_PER_CONNECTION, Keepalive, common_options
 
 log = logging.getLogger("weightgrad.serve")
 
@@ -43,7 +43,7 @@ def make_server(
         *common_options(keepalive),
         # Two servers on one port would each receive some of the streams.
         ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server_handshake_timeout_ms", int(1000 * handshake_s)),

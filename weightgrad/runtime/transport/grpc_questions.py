@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 import grpc
-from cryptography import x509
 
-from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, WeightGradError
+from weightgrad.errors import LinkError, ProtocolError, RefusedError, WeightGradError
 from weightgrad.runtime.rate_limiter import RateLimiter
+from weightgrad.runtime.security.credentials import common_name
+from weightgrad.runtime.transport.peer_certificate import certificate_of
 
 log = logging.getLogger("weightgrad.serve")
 
@@ -70,6 +71,7 @@ class Questions:
         self.responder: Responder | None = None
         self._prove, self._end = prove, end
         self._asked = RateLimiter(per_s=_ASKED_PER_S, burst=100)
+        self._lines = RateLimiter(per_s=1.0, burst=20)  # about callers at one address that are not answered
         self._measured = RateLimiter(per_s=_MEASURED_PER_S, burst=64)
         self._measuring = threading.BoundedSemaphore(_MOST_STREAMS)
         self._own: Counter[str | None] = Counter()
@@ -85,7 +87,8 @@ class Questions:
                 raise ProtocolError(f"a question of {len(request)} bytes; wanted at most {_MOST_REQUEST}")
             return responder.answer(caller, request)
         except WeightGradError as error:
-            log.info("a question of %s was not answered: %s", context.peer(), error)
+            if self._lines.try_take(unquote(context.peer()).rpartition(":")[0]):
+                log.info("a question of %s was not answered: %s", context.peer(), error)
             self._end(error, context)
         except Exception as error:
             log.exception("answering %s failed", context.peer())
@@ -135,7 +138,7 @@ def _measure(requests: Iterator[bytes]) -> Iterator[bytes]:
         wanted = json.loads(next(requests, b"{}"))
         (way, seconds), *more = wanted.items()
         seconds = float(seconds)
-    except (ValueError, TypeError, AttributeError, grpc.RpcError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, grpc.RpcError) as error:
         raise ProtocolError(f"a measurement that cannot be read ({error!r})") from None
     if way not in ("up", "down") or more or not 0 < seconds <= MOST_SECONDS:
         raise ProtocolError(f"a measurement of {wanted!r}; wanted up or down, and at most {MOST_SECONDS:g} s")
@@ -162,16 +165,9 @@ def caller_of(context: Any) -> Caller:
     """Who calls.
 
     Raises:
-        CredentialsError: the certificate cannot be read.
+        CredentialsError: the certificate cannot be read, or does not have one name.
     """
-    found = context.auth_context()
-    names, pems = found.get("x509_common_name", []), found.get("x509_pem_cert", [])
-    name = names[0].decode(errors="replace") if names else None
-    try:
-        certificate = x509.load_pem_x509_certificate(pems[0]) if pems else None
-    except ValueError as error:
-        raise CredentialsError(f"the certificate of {name!r} cannot be read ({error})") from None
-    address = unquote(context.peer())
+    address, certificate = unquote(context.peer()), certificate_of(context)
     if certificate is None:
-        return Caller(name, None, None, address)
-    return Caller(name, certificate.serial_number, certificate.not_valid_after_utc, address)
+        return Caller(None, None, None, address)
+    return Caller(common_name(certificate), certificate.serial_number, certificate.not_valid_after_utc, address)

@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
-from cryptography import x509
 
 from weightgrad.errors import CredentialsError, LinkError, ProtocolError, RefusedError, SpecError, WeightGradError
+from weightgrad.runtime.security.credentials import common_name
 from weightgrad.runtime.transport.connection_gate import GateLimits
 from weightgrad.runtime.transport.grpc_settings import INCARNATION_KEY, PROTOCOL_KEY, RANK_KEY, SITE_KEY, Keepalive
 from weightgrad.runtime.transport.lanes import LaneLimits, Lanes
 from weightgrad.runtime.transport.message_stream import Stream
+from weightgrad.runtime.transport.peer_certificate import certificate_of
 from weightgrad.runtime.transport.receive_queue import BufferPool
 from weightgrad.runtime.transport.records import OVERHEAD_BYTES
 from weightgrad.runtime.transport.transport import MAX_CONTROL_MESSAGE, MAX_RANKS, EntryRequest, Traffic
@@ -222,15 +223,6 @@ def read_entry_request(request: bytes, context: Any) -> EntryRequest:
     rank = metadata.get(RANK_KEY, "")
     if not (rank.isascii() and rank.isdecimal() and len(rank) <= 5 and int(rank) < MAX_RANKS):
         raise ProtocolError(f"rank {rank[:20]!r}; it must be 0 to {MAX_RANKS - 1}")
-    name, serial = _certificate(context)
+    certificate = certificate_of(context)
+    name, serial = (None, None) if certificate is None else (common_name(certificate), certificate.serial_number)
     return EntryRequest(site, int(rank), incarnation, request, name, serial, unquote(context.peer()))
-
-
-def _certificate(context: Any) -> tuple[str | None, int | None]:
-    found = context.auth_context()
-    names, pems = found.get("x509_common_name", []), found.get("x509_pem_cert", [])
-    name = names[0].decode(errors="replace") if names else None
-    try:
-        return name, x509.load_pem_x509_certificate(pems[0]).serial_number if pems else None
-    except ValueError as error:
-        raise CredentialsError(f"the certificate of {name!r} cannot be read ({error})") from None
