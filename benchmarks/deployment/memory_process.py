@@ -71,12 +71,13 @@ def make_model(numel: int, ranks: int, *, sharded: bool) -> nn.Module:
     """
     width = math.isqrt(numel // LAYERS)
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
-    for layer in model:
+    layers = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+    for layer in layers:
         nn.init.normal_(layer.weight, std=width**-0.5)
+    model = nn.Sequential(*layers)
     if sharded:
         mesh = init_device_mesh("cpu", (ranks,))
-        for layer in model:
+        for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
