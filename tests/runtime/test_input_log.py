@@ -810,6 +810,20 @@ def test_only_the_owner_can_read(tmp_path: Path) -> None:
     assert modes == dict.fromkeys(["inputs.lock", "inputs-000000000001.log", "inputs-000000000005.log"], 0o600)
 
 
+@pytest.mark.parametrize(
+    ("mode", "said"), [(0o700, False), (0o755, False), (0o770, True), (0o777, True), (0o1777, False)]
+)
+def test_a_directory_that_others_may_write_to_is_told(
+    mode: int, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """0o1777 is that of /tmp: there others cannot replace what they do not own."""
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(mode)
+    fill(state, some(1))
+    assert ("may replace the state in it" in caplog.text) == said
+
+
 def in_the_way(kind: str, path: Path) -> None:
     path.unlink(missing_ok=True)
     if kind == "fifo":

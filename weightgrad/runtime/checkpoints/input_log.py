@@ -19,8 +19,10 @@ Left out: compression (payloads are encoded already), and locks between threads 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from weightgrad.runtime.checkpoints.input_log_file import LogFile, LogRecord
 from weightgrad.runtime.checkpoints.plain_file import lock, reading, writing
 
 __all__ = ["InputLog", "LogRecord"]
+
+log = logging.getLogger("weightgrad.serve")
 
 
 class InputLog:
@@ -241,6 +245,7 @@ class InputLog:
 
 def _make(directory: Path) -> None:
     if directory.is_dir():
+        _warn_of_others(directory)
         return
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     parent = os.open(directory.parent, os.O_RDONLY)
@@ -248,3 +253,17 @@ def _make(directory: Path) -> None:
         os.fsync(parent)
     finally:
         os.close(parent)
+
+
+def _warn_of_others(directory: Path) -> None:
+    """Say so if others may replace files in a state directory. It is used all the same: volumes are made so."""
+    state = directory.stat()
+    others = state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not state.st_mode & stat.S_ISVTX
+    if others or state.st_uid not in (os.geteuid(), 0):
+        log.warning(
+            "%s belongs to user %d and has mode %03o: others than this process may replace the state in it. If that is "
+            "not meant, stop the server and run chmod 700 on it",
+            directory,
+            state.st_uid,
+            stat.S_IMODE(state.st_mode),
+        )
