@@ -1,8 +1,8 @@
 """The hot loops for GPUs, in Triton, under the names of the C sources in `csrc/`.
 
 They give the same bytes and the same floats as the C kernels and the reference implementations, for the same reasons
-(`csrc/wg.h`): noise is a hash of (key, index), sums follow a fixed tree, and nothing contracts a*b+c: every launch says
-`enable_fp_fusion=False`. Divisions are `div_rn`, because Triton's `/` may be off by two units in the last place.
+(`csrc/wg.h`): noise is a hash of (key, index), sums follow a fixed tree, and nothing contracts a*b+c: each launch of a
+kernel that multiplies floats says `enable_fp_fusion=False`, and a test reads the machine code. Divisions are `div_rn`, because Triton's `/` may be off by two units in the last place.
 
 **Memory traffic is the speed.** Each file says how many bytes an element reads and writes. A piece of a push has at
 most 2**21 elements, so x and residual are 16 MB, which stays in the second-level cache of a recent data center GPU
@@ -20,7 +20,6 @@ tensor on a GPU comes; without it the reference implementations in torch work th
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from functools import cache
 from typing import Any
@@ -34,8 +33,14 @@ from weightgrad.kernels import native
 @cache
 def _available() -> str | None:
     """Why the kernels cannot be used; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install 'weightgrad[triton]')"
+    try:
+        importlib.import_module("triton")
+    except ModuleNotFoundError as failure:
+        if failure.name == "triton":
+            return "triton is not installed (pip install 'weightgrad[triton]')"
+        return f"triton cannot be imported: {failure}"
+    except (ImportError, OSError, RuntimeError) as failure:
+        return f"triton cannot be imported: {failure}"
     if interpreted():
         return None
     if not torch.cuda.is_available():

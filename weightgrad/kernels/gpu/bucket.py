@@ -94,7 +94,8 @@ def quantize(
     x: Tensor, residual: Tensor | None, spec: BucketSpec, key: int, codes: Tensor, scales: Tensor, first: int
 ) -> int:
     """Fill `codes` and `scales`; see kernels.bucket.quantize."""
-    n, bucket, given = x.numel(), spec.bucket, spec.norm == "given"
+    n, given = x.numel(), spec.norm == "given"
+    bucket = min(spec.bucket, max(n, 1))  # a program looks at all places of a bucket, there or not
     buckets = -(-n // bucket)
     if not buckets:
         return 0
