@@ -86,6 +86,11 @@ def test_a_push_that_moves_nothing_is_encoded_beside_the_next_passes(strategy: s
     processes.run("pushes_beside_passes", strategy, out=tmp_path)
 
 
+@pytest.mark.parametrize("strategy", ["weightgrad, every: 2, overlap: 1", "sparseloco, every: 2, overlap: 1"])
+def test_pushes_in_one_pass_are_of_weights_in_host_memory(strategy: str, tmp_path: Path) -> None:
+    processes.run("one_pass_only_in_host_memory", strategy, out=tmp_path)
+
+
 def ranks(
     strategy: str, kind: str, out: Path
 ) -> tuple[list[tuple[list[tuple[int, int, int]], torch.Tensor]], torch.Tensor]:
