@@ -105,8 +105,9 @@ def quantize(
         norms = (scales[:buckets] * float(spec.levels)).view(torch.int32)
     else:
         _norms[(buckets,)](
-            x, second, n, bucket, norms, feedback=residual is not None, block=min(BLOCK, triton.next_power_of_2(bucket))
-        )
+            x, second, n, bucket, norms,
+            feedback=residual is not None, block=min(BLOCK, triton.next_power_of_2(bucket)), enable_fp_fusion=False,
+        )  # fmt: skip
     bad = (norms & 0x7FFFFFFF) >= fixed.INFINITY_BITS
     done = n
     if bool(bad.any()):
