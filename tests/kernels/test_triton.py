@@ -63,11 +63,13 @@ def test_the_same_bytes(family: str, results: dict[str, dict[str, Any]]) -> None
 def test_every_launch_compiles_and_rounds_each_product(
     results: dict[str, dict[str, Any]], launches: Path, tmp_path: Path
 ) -> None:
-    """Machine code for three GPUs comes out. No product and sum are rounded as one in it, and no register is spilled."""
+    """Machine code for three GPUs comes out; no product and sum are rounded as one in it, and nothing is spilled."""
     assert set(results) == set(FAMILIES)
     options = [json.loads(line)["options"] for line in launches.read_text().splitlines()]
     assert all(one == {"enable_fp_fusion": False} for one in options), "Triton's default changes, and it warns of that"
     found = said_by(LAUNCHES, launches, TRITON_CACHE_DIR=str(tmp_path))
+    for name in sorted({one["kernel"] for one in found}):
+        print(name, "registers a thread:", max(one["registers"] for one in found if one["kernel"] == name))
     wrong = [one for one in found if one["error"] or one["fused"] or one["spilled"] or not one["bytes"]]
     assert not wrong, wrong[:3]
     sources = Path(gpu.__file__).parent.glob("*.py")
@@ -96,7 +98,10 @@ def test_cpu_tensors_need_the_interpreter() -> None:
     ("failure", "wanted"),
     [
         ("ModuleNotFoundError('hidden', name=name)", "reference (torch): triton is not installed (pip install"),
-        ("ImportError('libtriton.so: no such symbol')", "reference (torch): triton cannot be imported: libtriton.so: no"),
+        (
+            "ImportError('libtriton.so: no such symbol')",
+            "reference (torch): triton cannot be imported: libtriton.so: no",
+        ),
     ],
 )
 def test_without_triton_everything_is_imported_and_says_so(failure: str, wanted: str) -> None:

@@ -194,7 +194,8 @@ def codecs() -> Iterator[Work]:
 
         def work(spec: str = spec, case: str = case) -> list[Tensor]:
             codec, x = parse(spec), CASES[case]().detach()
-            state, found = codec.init(x), []
+            state = codec.init(x)
+            found: list[Tensor] = []
             for step in range(2):
                 try:
                     payload, state = codec.encode(x, state, KEY + step)

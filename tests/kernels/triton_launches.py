@@ -1,9 +1,9 @@
 """The launches of the Triton kernels, compiled for GPUs that this machine does not have.
 
 `recorded` notes how each kernel is launched while Triton interprets it: types, constants, options. As a script, in a
-process without TRITON_INTERPRET, this file compiles each launch of such a list to machine code, which needs no GPU and
-no driver, and writes one line of JSON for each: the kernel, the GPU, its fused multiply-adds, registers, and the error if any. For
-GPUs but the first one it compiles only the first launch of each kernel.
+process without TRITON_INTERPRET, this file compiles each launch of such a list to machine code, which needs no GPU
+and no driver, and writes one line of JSON for each: the kernel, the GPU, its fused multiply-adds, registers, and the
+error if any. For GPUs but the first one it compiles only the first launch of each kernel.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _kind(value: Any, constant: bool) -> str:
     if isinstance(value, float):
         return "fp32"
     if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype] + ALIGNED * (value.data_ptr() % 16 == 0)
-    return ("i32" if -(1 << 31) <= value < 1 << 31 else "i64") + ALIGNED * (value % 16 == 0)
+        return TYPES[value.dtype] + (ALIGNED if value.data_ptr() % 16 == 0 else "")
+    return ("i32" if -(1 << 31) <= value < 1 << 31 else "i64") + (ALIGNED if value % 16 == 0 else "")
 
 
 def compiled(launch: dict[str, Any], target: tuple[Any, ...]) -> dict[str, Any]:
@@ -84,9 +84,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "kernel.cubin"
         file.write_bytes(cubin)
-        said = subprocess.run(
-            [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
-        ).stdout
+        said = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
     ((registers, stack, local),) = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
     return int(registers), int(stack) + int(local)
 

@@ -113,7 +113,9 @@ def onebit(
         lines = -(-(stop - start) // (32 * width))
         sums = torch.empty(2, lines, width, device=x.device, dtype=torch.float32)
         counts = torch.empty(lines, width, dtype=torch.int32, device=x.device)
-        _lines[(lines, -(-width // LANES))](h, start, stop, width, sums, counts, lines, lanes=LANES, enable_fp_fusion=False)
+        _lines[(lines, -(-width // LANES))](
+            h, start, stop, width, sums, counts, lines, lanes=LANES, enable_fp_fusion=False
+        )
         means[tile] = means_of(sums, counts.sum(0), height, grid)
     return True
 

@@ -1,8 +1,8 @@
 """Ternary values at 1.6 bits, five trits a byte: `csrc/ternary.c` in Triton.
 
-A program makes 1,024 bytes of 5,120 elements, in five loads that are each contiguous over the threads: byte j of a group
-of 160 holds the elements j, j + 32 .. j + 128. A thread loads 4 bytes at a time, since the last group is narrower than
-the others. Bytes an element, with error feedback: x and residual in, residual and a fifth of a
+A program makes 1,024 bytes of 5,120 elements, in five loads that are each contiguous over the threads: byte j of a
+group of 160 holds the elements j, j + 32 .. j + 128. A thread loads 4 bytes at a time, since the last group is narrower
+than the others. Bytes an element, with error feedback: x and residual in, residual and a fifth of a
 byte out, 12.2, or 0.66 of the speed of a device copy (8). Decoding reads a fifth of a byte and writes 4: 1.9 of a copy.
 """
 
