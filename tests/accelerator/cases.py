@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from tests.accelerator import interpreter, pretend
+from tests.accelerator import interpreter, pretend, streams
 from tests.accelerator.pretend import ACCELERATOR, Counts, HostReadError, MixedDevicesError, Traffic
 from tests.accelerator.streams import DeviceModule, RaceError, current_stream, stream
 from tests.runtime import user_sites
@@ -528,11 +530,18 @@ def rank(server: str, kind: str, out: str) -> None:
             pretend.moved(model)
         if "shards" in kind:
             _shard(model, site.group.rank, site.group.size)
+        if "fsdp2" in kind:
+            offload = CPUOffloadPolicy(pin_memory=False) if "offload" in kind else OffloadPolicy()
+            fully_shard(model, mesh=init_device_mesh("cpu", (site.group.size,)), offload_policy=offload)
         place = "device" if "state" in kind else "host"
         model, optimizer = site.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9), state_on=place)
         steps = []
         for step in range(STEPS):
-            _gradients(model, device, step, 0 if "shards" in kind else site.group.rank)
+            if "fsdp2" in kind:
+                x, y = user_sites.batch("east", step)
+                functional.cross_entropy(model(x), y).backward()
+            else:
+                _gradients(model, device, step, 0 if "shards" in kind else site.group.rank)
             with ACCELERATOR.counted() as found:
                 optimizer.step()
             steps.append((found.to_host.nbytes, found.to_device.nbytes, found.blocking))
@@ -548,7 +557,6 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 def _shard(model: nn.Module, rank: int, ranks: int) -> None:
     """Let each rank have some rows of every parameter, as FSDP2 does, in DTensors whose memory is on the device."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -589,3 +597,4 @@ def main(name: str, *arguments: str) -> None:
     pretend.register()
     device_copies.pinned = ACCELERATOR.pinned
     CASES[name](*arguments)
+    streams.finish()

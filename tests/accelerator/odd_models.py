@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.accelerator.cases import DEVICE, NUMEL, STEPS, Trial, _Anything, case
 from tests.accelerator.pretend import ACCELERATOR
 from tests.runtime import user_sites
 from tests.runtime.user_sites import Meet
+from weightgrad.core.site.update_shard import UpdateShard
 from weightgrad.errors import StrategyError
 from weightgrad.runtime.session import Site
 
@@ -169,3 +171,41 @@ def pinned_memory_is_bounded() -> None:
     Trial("diloco, every: 4", DEVICE)
     buffer = -(-4 * NUMEL // 16) * 16  # a piece: all of this model
     assert 0 < ACCELERATOR.pinned_bytes() <= 6 * buffer, ACCELERATOR.pinned_bytes()
+
+
+@case
+def one_pass_only_in_host_memory(strategy: str) -> None:
+    """A push goes over memory once where weights are float32 on the host, and nowhere else; the bits are the same."""
+    ACCELERATOR.readers = _Anything()
+    at_once = UpdateShard._taken_at_once
+    taken: set[bool] = set()
+
+    def watched(self: UpdateShard, *args: Any) -> bool:
+        found = at_once(self, *args)
+        assert not found or self.local.views(self.held) is not None
+        taken.add(found)
+        return found
+
+    def ended(device: torch.device, **options: Any) -> tuple[Tensor, set[bool]]:
+        taken.clear()
+        with mock.patch.object(UpdateShard, "_taken_at_once", watched):
+            trial = Trial(strategy, device, **options)
+        return torch.cat((trial.global_model, trial.model)), set(taken)
+
+    host = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        with mock.patch.object(UpdateShard, "_taken_at_once", return_value=False):
+            trial = Trial(strategy, host, dtype=dtype)
+        expected = torch.cat((trial.global_model, trial.model))
+        here, ways = ended(host, dtype=dtype)
+        same(here, expected)
+        assert (True in ways) == (dtype == torch.float32), ways
+        for place in ("host", "device"):
+            there, ways = ended(DEVICE, dtype=dtype, state_on=place)
+            same(there, expected)
+            assert ways == {False}, (place, dtype, ways)
+    with mock.patch.object(UpdateShard, "_taken_at_once", watched):
+        taken.clear()
+        several = trained(strategy, stays, dtype=torch.float16)  # one parameter is narrow, and the others are not
+        assert taken == {False}
+    same(trained(strategy, half_moved, dtype=torch.float16), several)

@@ -4,7 +4,8 @@ A stream does its work in order; between streams, and between a stream and the h
 events. So three things are watched here:
 
 - A copy that the host does not wait for leaves garbage in its target until an event behind it has been waited for.
-- The host may not write to memory from which a copy is made before it has waited for that copy.
+- The host may not write to memory from which a copy is made before it has waited for that copy. That is noticed when
+  it waits, or at the end of the case.
 - A stream may not touch memory that another stream writes, or write memory that another one reads, unless it waits
   for that stream first. Every stream has a clock, and knows how far it has waited for the others (vector clocks).
 """
@@ -54,6 +55,7 @@ class Stream:
         self.time = 0
         self._seen: dict[Stream, int] = {}
         self._copies: list[_Copy] = []
+        _STREAMS.append(self)
 
     def touch(self, reads: list[Memory], writes: list[Memory]) -> None:
         """Do something with memory of the device now."""
@@ -157,6 +159,13 @@ class Event:
             stream.arrived(time)
 
 
+def finish() -> None:
+    """Let all copies end, also those that nobody has waited for: the memory that they came from must be as it was."""
+    for one in _STREAMS:
+        one.arrived(one.time)
+
+
+_STREAMS: list[Stream] = []
 _HOST: dict[Stream, int] = {}  # how far the host has waited for each stream
 _DEFAULT = Stream()
 _current = threading.local()

@@ -86,6 +86,11 @@ def test_a_push_that_moves_nothing_is_encoded_beside_the_next_passes(strategy: s
     processes.run("pushes_beside_passes", strategy, out=tmp_path)
 
 
+@pytest.mark.parametrize("strategy", ["weightgrad, every: 2, overlap: 1", "sparseloco, every: 2, overlap: 1"])
+def test_pushes_in_one_pass_are_of_weights_in_host_memory(strategy: str, tmp_path: Path) -> None:
+    processes.run("one_pass_only_in_host_memory", strategy, out=tmp_path)
+
+
 def ranks(
     strategy: str, kind: str, out: Path
 ) -> tuple[list[tuple[list[tuple[int, int, int]], torch.Tensor]], torch.Tensor]:
@@ -137,3 +142,15 @@ def test_shards_as_fsdp2_has_them(tmp_path: Path) -> None:
         own = 4 * weights.numel()
         assert steps == [(own, own, 0) if step % 4 == 3 else (0, 0, 0) for step in range(8)]
     assert sum(weights.numel() for _, weights in results) == NUMEL
+
+
+@pytest.mark.parametrize("strategy", ["diloco, every: 4", "sparseloco, every: 3, overlap: 2"])
+def test_parameters_that_fsdp2_offloads_are_those_of_the_host(strategy: str, tmp_path: Path) -> None:
+    """FSDP2 itself, on the CPU: with its `CPUOffloadPolicy` two ranks end with the bits that they have without."""
+    results, offloaded = ranks(strategy, "host fsdp2 offload", tmp_path / "offloaded")
+    plain, expected = ranks(strategy, "host fsdp2", tmp_path / "plain")
+    assert torch.equal(offloaded, expected)
+    assert offloaded.any()
+    for (_, weights), (_, wanted) in zip(results, plain, strict=True):
+        assert torch.equal(weights, wanted)
+        assert weights.numel() < NUMEL

@@ -47,12 +47,12 @@ def pack_gaps(gaps: Tensor, code: GapCode) -> tuple[Tensor, Tensor, GapCode]:
     count, device = gaps.numel(), gaps.device
     low = torch.empty(code.low_bytes(count), dtype=torch.uint8, device=device)
     if low.numel():
-        _low[(-(-low.numel() // BLOCK),)](gaps, count, code.width, low, block=BLOCK)
+        _low[(-(-low.numel() // BLOCK),)](gaps, count, code.width, low, block=BLOCK, enable_fp_fusion=False)
     if not code.rice:
         return low, low[:0], code
     ones = torch.cumsum((gaps >> code.width) + 1, 0) - 1
     code = GapCode(True, code.width, int(ones[-1]) + 1 if count else 0)
     words = torch.zeros(-(-code.unary_bits // 32), dtype=torch.int32, device=device)
     if count:
-        _unary[(-(-count // BLOCK),)](ones, count, words, block=BLOCK)
+        _unary[(-(-count // BLOCK),)](ones, count, words, block=BLOCK, enable_fp_fusion=False)
     return low, words.view(torch.uint8)[: code.unary_bytes], code

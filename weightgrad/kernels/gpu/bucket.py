@@ -94,7 +94,8 @@ def quantize(
     x: Tensor, residual: Tensor | None, spec: BucketSpec, key: int, codes: Tensor, scales: Tensor, first: int
 ) -> int:
     """Fill `codes` and `scales`; see kernels.bucket.quantize."""
-    n, bucket, given = x.numel(), spec.bucket, spec.norm == "given"
+    n, given = x.numel(), spec.norm == "given"
+    bucket = min(spec.bucket, max(n, 1))  # a program looks at all places of a bucket, there or not
     buckets = -(-n // bucket)
     if not buckets:
         return 0
@@ -104,8 +105,9 @@ def quantize(
         norms = (scales[:buckets] * float(spec.levels)).view(torch.int32)
     else:
         _norms[(buckets,)](
-            x, second, n, bucket, norms, feedback=residual is not None, block=min(BLOCK, triton.next_power_of_2(bucket))
-        )
+            x, second, n, bucket, norms,
+            feedback=residual is not None, block=min(BLOCK, triton.next_power_of_2(bucket)), enable_fp_fusion=False,
+        )  # fmt: skip
     bad = (norms & 0x7FFFFFFF) >= fixed.INFINITY_BITS
     done = n
     if bool(bad.any()):

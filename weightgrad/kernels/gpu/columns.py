@@ -113,7 +113,9 @@ def onebit(
         lines = -(-(stop - start) // (32 * width))
         sums = torch.empty(2, lines, width, device=x.device, dtype=torch.float32)
         counts = torch.empty(lines, width, dtype=torch.int32, device=x.device)
-        _lines[(lines, -(-width // LANES))](h, start, stop, width, sums, counts, lines, lanes=LANES)
+        _lines[(lines, -(-width // LANES))](
+            h, start, stop, width, sums, counts, lines, lanes=LANES, enable_fp_fusion=False
+        )
         means[tile] = means_of(sums, counts.sum(0), height, grid)
     return True
 
@@ -122,7 +124,7 @@ def signs(x: Tensor, bits: Tensor) -> None:
     """Fill `bits` with the sign bits of x; see kernels.columns.signs."""
     n = x.numel()
     if n:
-        _signs[(-(-n // BLOCK),)](x, x, x, n, n, n, bits, feedback=False, block=BLOCK)
+        _signs[(-(-n // BLOCK),)](x, x, x, n, n, n, bits, feedback=False, block=BLOCK, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -138,4 +140,6 @@ def onebit_decode(bits: Tensor, means: Tensor, grid: Grid, out: Tensor, mode: in
     """Write the mean that each sign bit stands for; see kernels.columns.onebit_decode."""
     n = grid.rows * grid.cols
     if n:
-        _decode[(-(-n // BLOCK),)](bits, means, n, grid.cols, grid.tile, out, mode=mode, block=BLOCK)
+        _decode[(-(-n // BLOCK),)](
+            bits, means, n, grid.cols, grid.tile, out, mode=mode, block=BLOCK, enable_fp_fusion=False
+        )

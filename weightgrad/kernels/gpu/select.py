@@ -133,4 +133,6 @@ def scatter(indices: Tensor, values: Tensor | None, out: Tensor, mode: int) -> N
     k = indices.numel()
     if k:
         given = out if values is None else values
-        _scatter[(-(-k // BLOCK),)](indices, given, k, out, zeros=values is None, mode=mode, block=BLOCK)
+        _scatter[(-(-k // BLOCK),)](
+            indices, given, k, out, zeros=values is None, mode=mode, block=BLOCK, enable_fp_fusion=False
+        )

@@ -19,9 +19,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -40,6 +42,7 @@ from weightgrad.runtime.transport.grpc_server import GrpcServer
 
 NO_GPU = 3
 """The exit code where there is no GPU."""
+_MOST_SAID = 600  # characters of an error in the report
 
 SPECS = (
     "qsgd(bits=2)", "qsgd(bits=4)", "qsgd(bits=8)", "ef(qsgd(bits=4))", "terngrad(clip=2.5)", "onebit()", "sign()",
@@ -87,11 +90,22 @@ def kernels_agree(
     device: torch.device, specs: Sequence[str] = SPECS, shapes: Sequence[tuple[int, ...]] = SHAPES
 ) -> list[Check]:
     """Encode and decode the same tensors on a device and on the CPU, three times with a memory in between."""
-    found = []
-    for spec in specs:
-        wrong = [str(list(shape)) for shape in shapes if not _agrees(spec, shape, device)]
-        found.append(Check(f"`{spec}`", f"differs for {', '.join(wrong)}" if wrong else "same bytes", not wrong))
-    return found
+    return [line for spec in specs for line in attempt(f"`{spec}`", partial(_agreement, spec, shapes, device))]
+
+
+def _agreement(spec: str, shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Check]:
+    wrong = [str(list(shape)) for shape in shapes if not _agrees(spec, shape, device)]
+    return [Check(f"`{spec}`", f"differs for {', '.join(wrong)}" if wrong else "same bytes", not wrong)]
+
+
+def attempt(what: str, work: Callable[[], list[Check]]) -> list[Check]:
+    """The lines of a check; one that fails is a line itself, and the checks after it are made all the same."""
+    try:
+        return work()
+    except Exception as failure:
+        print("".join(traceback.format_exception(failure)), file=sys.stderr)
+        said = " ".join(f"{type(failure).__name__}: {failure}".split()).replace("|", "\\|")
+        return [Check(what, said if len(said) <= _MOST_SAID else f"... {said[-_MOST_SAID:]}", False)]
 
 
 def _agrees(spec: str, shape: tuple[int, ...], device: torch.device) -> bool:
@@ -118,18 +132,16 @@ def bandwidths(device: torch.device, wait: Callable[[], None], megabytes: float 
     copy = _seconds(lambda: target.copy_(x), wait)
     found = [Check("a copy on the device", f"{4e-9 * n / copy:.1f} GB/s", True)]
     for spec in SPECS:
-        codec = parse(spec)
-        state = codec.init(x)
-        payload, state = codec.encode(x, state, 0)
-
-        def encode(codec: object = codec, state: dict[str, Tensor] = state) -> None:
-            codec.encode(x, state, 1)  # type: ignore[attr-defined]
-
-        encoding = _seconds(encode, wait)
-        decoding = _seconds(lambda payload=payload: decode(payload, out=target), wait)  # type: ignore[misc]
-        text = f"encodes {copy / encoding:.2f}, decodes {copy / decoding:.2f} of a copy"
-        found.append(Check(f"`{spec}`", text, True))
+        found += attempt(f"`{spec}`", partial(_bandwidth, spec, x, target, wait, copy))
     return found
+
+
+def _bandwidth(spec: str, x: Tensor, target: Tensor, wait: Callable[[], None], copy: float) -> list[Check]:
+    codec = parse(spec)
+    payload, state = codec.encode(x, codec.init(x), 0)
+    encoding = _seconds(lambda: codec.encode(x, state, 1), wait)
+    decoding = _seconds(lambda: decode(payload, out=target), wait)
+    return [Check(f"`{spec}`", f"encodes {copy / encoding:.2f}, decodes {copy / decoding:.2f} of a copy", True)]
 
 
 def _seconds(work: Callable[[], object], wait: Callable[[], None], repeats: int = 5) -> float:
@@ -228,17 +240,20 @@ def step_checks(what: str, found: dict[str, Steps]) -> list[Check]:
 
 def checks(kind: str, count: int, plan: Plan, wait: Callable[[], None]) -> dict[str, list[Check]]:
     """All checks on so many devices of a kind."""
-    first = f"{kind}:0" if kind == "cuda" else kind
+    first, second = (f"{kind}:0", f"{kind}:1") if kind == "cuda" else (kind, kind)
+
+    def steps(what: str, devices: dict[str, str], ranks: int = 1) -> list[Check]:
+        return attempt(what, lambda: step_checks(what, run_sites(devices, plan, ranks=ranks, shards=ranks > 1)))
+
     found = {
         "Kernels against the CPU": kernels_agree(torch.device(first)),
-        "Bandwidth": bandwidths(torch.device(first), wait, plan.megabytes),
-        "Steps": step_checks("one site, one rank", run_sites({"east": first}, plan)),
-        "Two sites": step_checks("both on one device", run_sites({"east": first, "west": first}, plan)),
+        "Bandwidth": attempt("bandwidth", lambda: bandwidths(torch.device(first), wait, plan.megabytes)),
+        "Steps": steps("one site, one rank", {"east": first}),
+        "Two sites": steps("both on one device", {"east": first, "west": first}),
     }
     if count > 1:
-        found["Steps"] += step_checks("one site, FSDP2", run_sites({"east": kind}, plan, ranks=count, shards=True))
-        second = f"{kind}:1" if kind == "cuda" else kind
-        found["Two sites"] += step_checks("each on its own", run_sites({"east": first, "west": second}, plan))
+        found["Steps"] += steps("one site, FSDP2", {"east": kind}, ranks=count)
+        found["Two sites"] += steps("each on its own", {"east": first, "west": second})
     return found
 
 
