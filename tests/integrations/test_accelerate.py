@@ -32,8 +32,9 @@ def test_the_documented_script_trains_at_two_sites_one_of_two_ranks(tmp_path: Pa
 
 
 def test_a_step_that_the_scaler_skips_is_a_skipped_one_for_accelerate_too() -> None:
+    accelerate.Accelerator(cpu=True)  # one for both sites, which are threads here: two at a time make half of its state
+
     def script(site: Site, meet: Meet) -> tuple[list[bool], Tensor]:
-        accelerate.Accelerator(cpu=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         model = network()
         plain = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -39,6 +39,7 @@ from weightgrad.runtime.security import certificates
 from weightgrad.runtime.security.credentials import Credentials
 from weightgrad.runtime.security.tls_check import ProblemKind, TlsProblem
 from weightgrad.runtime.session import Site
+from weightgrad.runtime.site import present_sites
 from weightgrad.runtime.transport.grpc_channels import GrpcChannels
 from weightgrad.runtime.transport.grpc_client import GrpcClient
 from weightgrad.runtime.transport.grpc_server import GrpcServer
@@ -437,11 +438,19 @@ def test_an_unknown_site(own: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert words in caplog.text
 
 
+@contextmanager
+def as_another_process(site: Site) -> Iterator[None]:
+    """What joins from here on does not find a site of this process."""
+    present_sites.remove(site._options.address, site.name, site)
+    yield
+
+
 def test_the_same_site_started_twice(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The later one is in; the earlier one is told."""
     with (
         Hub(rules(), certs=made) as hub,
-        entered(hub.address, "east", made) as (_, first),
+        entered(hub.address, "east", made) as (site, first),
+        as_another_process(site),
         entered(hub.address, "east", made),
     ):
         with pytest.raises(RefusedError, match="another process has entered as east since this one; is the site"):

@@ -17,9 +17,10 @@ SESSION_KEY = "wg-session"
 STREAM_KEY = "wg-stream"
 
 MAX_STREAMS = 64  # of bulk messages; control messages have one more
-# A connection has one stream and sometimes a call beside it. Each call has a thread at the server as soon as it begins,
-# also one whose request never comes.
-CALLS_PER_CONNECTION = 8
+# Each call has a thread at the server as soon as it begins, also one whose request never comes. A connection has one
+# stream and sometimes a call beside it, but with a limit of 8 gRPC refused every call of a site that had entered a few
+# times on its connections.
+CALLS_PER_CONNECTION = 64
 # A chunk and its header; also the longest request or reply of Enter.
 MAX_RECORD_BYTES = DEFAULT_CHUNKING.most_bytes + 64 * 1024
 
