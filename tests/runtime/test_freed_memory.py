@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from weightgrad.runtime.freed_memory import return_freed_memory
+from weightgrad.runtime import freed_memory
+from weightgrad.runtime.freed_memory import FreedMemory, return_freed_memory
 
 
 def resident_pages() -> int:
@@ -40,3 +42,14 @@ def test_pages_between_live_pieces_go_back() -> None:
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not return_freed_memory()
+
+
+def test_a_server_gives_memory_back_while_it_closes_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only at the end of a replay: until then the peak would grow with the log."""
+    calls: list[int] = []
+    memory = FreedMemory()
+    for number in range(1, 2001):
+        monkeypatch.setattr(freed_memory, "return_freed_memory", lambda number=number: calls.append(number))
+        memory.round_closed()
+    assert len(calls) > 20
+    assert max(after - before for before, after in pairwise([0, *calls])) <= 100

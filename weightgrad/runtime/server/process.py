@@ -29,6 +29,7 @@ from weightgrad.kernels import fixed
 from weightgrad.kernels.moments import moments
 from weightgrad.kernels.noise import derive
 from weightgrad.runtime.checkpoints.snapshot import Snapshot
+from weightgrad.runtime.freed_memory import FreedMemory
 from weightgrad.runtime.rate_limiter import RateLimiter
 from weightgrad.runtime.server.orders import Begin, Complete, Initialized, Note
 from weightgrad.runtime.server.shard_server import ShardServer, most_spans
@@ -104,6 +105,7 @@ class ServerProcess:
         self._first: _FirstModel | None = None
         self._early: dict[Peer, tuple[bytes, int]] = {}  # what ranks hold, and in how many intervals
         self._positions: dict[tuple[str, int], int] = {}  # where the log has the first part of an open push
+        self._freed_memory = FreedMemory()
         self._open: dict[tuple[str, int], int] = {}  # of the snapshot: open pushes, and at which version they began
         self._snapshot_end = 0  # the last input before the snapshot
         self._holdings = RateLimiter(per_s=1.0, burst=32)
@@ -370,6 +372,7 @@ class ServerProcess:
         for key in closed:
             self._positions.pop(key, None)
         self._pushed.forget()
+        self._freed_memory.round_closed()
 
     def before_close(self) -> None:
         """Wait until nothing that a snapshot still writes will change."""
